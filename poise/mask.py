@@ -1,0 +1,535 @@
+"""Who may see whom: a small algebra of frozen mask objects.
+
+A mask answers one question, `evaluate(rows, keys, offset, shape)`: which of these keys may each of these query rows
+attend to? That dense answer is the definition; `plan.py` turns the same objects into plain data for kernels and must
+never disagree with it. Masks join with `&`, `|` and `~`; a bool tensor may stand for `keep(tensor)` on either side.
+
+Query row i sits at key position i' = i + offset. What speaks of positions (window, documents, ...) uses i'; a dense
+tensor (`keep`) is indexed by the raw i. Masks built from Python numbers compare and hash by value, so that their
+lowering can be cached; masks that hold a caller's tensor are equal only to themselves and can't be hashed.
+
+No scores, no kernels and no lowering here.
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+UNBOUNDED = 1 << 40  # "no limit" on one side of a window; the kernels' kUnbounded
+
+Shape = tuple[int, int, int, int]  # B, H, N, M
+Offset = int | Tensor  # i' = i + offset: an int, or int64 [B]
+
+
+class Mask(ABC):
+    """A set of visible (query, key) pairs. Build one with `causal()`, `window()`, ...; never subclass outside this file."""
+
+    __slots__ = ()
+    key: Hashable | None  # the value this mask compares and hashes by; None when it holds a caller's tensor
+    positional: bool  # whether i' matters, so that q_offset must be known when N != M
+
+    @abstractmethod
+    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
+        """The dense answer for some rows and keys (int64 [n], [m]): bool [B|1, H|1, n, m], maybe an expanded view."""
+
+    @abstractmethod
+    def validate(self, shape: Shape, device: torch.device) -> None:
+        """Raises ValueError when this mask can't belong to a call of this shape and device."""
+
+    def lower(
+        self, q_len: int, k_len: int, batch: int = 1, heads: int = 1, q_offset: int | Tensor | str | None = None
+    ) -> Lowered:
+        """Lowers once what would otherwise be lowered per call; `mask=` accepts the result.
+
+        A mask lowered for batch = 1 (heads = 1) serves any batch (any number of heads). Tensors inside the mask are
+        read now: later changes to them are not seen.
+        """
+        offset: Offset
+        if q_offset is None:
+            if self.positional and q_len != k_len:
+                raise ValueError(
+                    f"q_offset: this mask depends on positions, and q_len = {q_len} differs from k_len = {k_len}: "
+                    'pass q_offset="start" (0) or "end" (k_len - q_len), an int, or a tensor [B]'
+                )
+            offset = 0
+        elif isinstance(q_offset, str):
+            if q_offset not in ("start", "end"):
+                raise ValueError(f'q_offset: got {q_offset!r}: pass "start", "end", an int, or a tensor [B]')
+            offset = 0 if q_offset == "start" else k_len - q_len
+        else:
+            offset = q_offset
+        if _lowering is None:
+            raise RuntimeError("mask.lower() needs poise.plan to be imported, as `import poise` does")
+        shape = (batch, heads, q_len, k_len)
+        self.validate(shape, torch.device("cpu"))
+        return Lowered(self, shape, offset, _lowering(self, shape, offset))
+
+    def __and__(self, other: Mask | Tensor) -> Mask:
+        return _join(And, self, other)
+
+    def __rand__(self, other: Mask | Tensor) -> Mask:
+        return _join(And, other, self)
+
+    def __or__(self, other: Mask | Tensor) -> Mask:
+        return _join(Or, self, other)
+
+    def __ror__(self, other: Mask | Tensor) -> Mask:
+        return _join(Or, other, self)
+
+    def __invert__(self) -> Mask:
+        return self.mask if isinstance(self, Not) else Not(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Mask) and self.key is not None and self.key == other.key)
+
+    def __hash__(self) -> int:
+        if self.key is None:
+            raise TypeError(f"{type(self).__name__} holds a tensor and can't be hashed; build it from Python numbers")
+        return hash(self.key)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a mask has no truth value: join masks with &, | and ~, not with and, or, not")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Reached by `tensor & mask`: without it torch raises before Python tries __rand__.
+        join = {"__and__": And, "__or__": Or}.get(getattr(func, "__name__", ""))
+        return NotImplemented if join is None else _join(join, *args)
+
+
+_lowering: Callable[[Mask, Shape, Offset], object] | None = None
+
+
+def install_lowering(function: Callable[[Mask, Shape, Offset], object]) -> None:
+    """Called once by plan.py, which sits above this module and so can't be imported from it."""
+    global _lowering
+    _lowering = function
+
+
+def as_mask(mask: Mask | Tensor) -> Mask:
+    """A mask as given, or a bool tensor wrapped by `keep`."""
+    if isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Tensor):
+        return keep(mask)
+    raise TypeError(f"mask: expected a mask object or a bool tensor, got {type(mask).__name__}")
+
+
+def _join(kind: type[And | Or], *operands: Mask | Tensor) -> Mask:
+    flat: list[Mask] = []
+    for operand in map(as_mask, operands):
+        flat.extend(operand.masks if isinstance(operand, kind) else (operand,))
+    return kind(tuple(flat))
+
+
+def positions(rows: Tensor, offset: Offset) -> Tensor:
+    """i' of each row: [B|1, n]."""
+    if isinstance(offset, Tensor):
+        return rows + offset.to(rows.device)[:, None]
+    return (rows + offset)[None]
+
+
+def _set(mask: Mask, name: str, value: object) -> None:
+    object.__setattr__(mask, name, value)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Window(Mask):
+    """i' - left <= j <= i' + right; `UNBOUNDED` lifts a side."""
+
+    left: int
+    right: int
+    key: Hashable | None = field(init=False, repr=False)
+    positional: bool = field(init=False, repr=False, default=True)
+
+    def __post_init__(self) -> None:
+        _set(self, "key", ("window", self.left, self.right))
+
+    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
+        distance = keys - positions(rows, offset)[:, None, :, None]  # [B|1, 1, n, m]
+        return (distance >= -self.left) & (distance <= self.right)
+
+    def validate(self, shape: Shape, device: torch.device) -> None:
+        pass
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Lengths(Mask):
+    """start <= j < end, each an int or one value per sequence [B]."""
+
+    end: int | Tensor
+    start: int | Tensor
+    key: Hashable | None = field(init=False, repr=False)
+    positional: bool = field(init=False, repr=False, default=False)
+
+    def __post_init__(self) -> None:
+        numbers = isinstance(self.end, int) and isinstance(self.start, int)
+        _set(self, "key", ("lengths", self.end, self.start) if numbers else None)
+
+    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
+        start, end = (
+            x.to(rows.device)[:, None, None, None] if isinstance(x, Tensor) else x for x in (self.start, self.end)
+        )
+        visible = (keys >= start) & (keys < end)  # [m] or [B, 1, 1, m]
+        return visible.reshape(-1, 1, 1, keys.numel()).expand(-1, 1, rows.numel(), -1)
+
+    def validate(self, shape: Shape, device: torch.device) -> None:
+        for name, value in (("end", self.end), ("start", self.start)):
+            if isinstance(value, Tensor):
+                _check_device(f"lengths({name}=...)", value, device)
+                if value.shape[0] not in (1, shape[0]):
+                    raise ValueError(
+                        f"mask: lengths({name}=...) holds {value.shape[0]} values for a batch of {shape[0]}: "
+                        "pass one per sequence, or an int"
+                    )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Documents(Mask):
+    """ids[b, i'] == ids[b, j]. A position outside the ids belongs to no document and sees nobody."""
+
+    ids: Tensor  # [B|1, L], integers
+    key: Hashable | None = field(repr=False, default=None)
+    positional: bool = field(init=False, repr=False, default=True)
+
+    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
+        ids, place = self.ids.to(rows.device), positions(rows, offset)
+        length, n = ids.shape[1], rows.numel()
+        batch = max(ids.shape[0], place.shape[0])
+        if length == 0:
+            return torch.zeros(1, 1, n, keys.numel(), dtype=torch.bool, device=rows.device)
+        inside = (place >= 0) & (place < length)
+        mine = ids.expand(batch, -1).gather(1, place.clamp(0, length - 1).expand(batch, n))  # [B|1, n]
+        return ((mine[:, :, None] == ids[:, None, keys]) & inside[:, :, None])[:, None]
+
+    def validate(self, shape: Shape, device: torch.device) -> None:
+        _check_device("documents", self.ids, device, owned=self.key is not None)
+        batch, length = self.ids.shape
+        if batch not in (1, shape[0]):
+            raise ValueError(f"mask: documents has ids for {batch} sequences, q for {shape[0]}: pass [L] or [B, L]")
+        if length < shape[3]:
+            raise ValueError(f"mask: documents covers {length} positions, k has {shape[3]}: give every key a document")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GlobalTokens(Mask):
+    """i' in idx or j in idx. Negative entries of a tensor are padding and match nobody."""
+
+    idx: Tensor  # [B|1, K], integers
+    key: Hashable | None = field(repr=False, default=None)
+    positional: bool = field(init=False, repr=False, default=True)
+
+    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
+        idx = self.idx.to(rows.device)
+        queries = _member(positions(rows, offset), idx)  # [B|1, n]
+        return (queries[:, :, None] | _member(keys[None], idx)[:, None, :])[:, None]
+
+    def validate(self, shape: Shape, device: torch.device) -> None:
+        _check_device("global_tokens", self.idx, device, owned=self.key is not None)
+        if self.idx.shape[0] not in (1, shape[0]):
+            raise ValueError(
+                f"mask: global_tokens has rows for {self.idx.shape[0]} sequences, q for {shape[0]}: pass [K] or [B, K]"
+            )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Dilated(Mask):
+    """|i' - j| <= w d and d divides i' - j."""
+
+    w: int
+    d: int
+    key: Hashable | None = field(init=False, repr=False)
+    positional: bool = field(init=False, repr=False, default=True)
+
+    def __post_init__(self) -> None:
+        _set(self, "key", ("dilated", self.w, self.d))
+
+    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
+        distance = keys - positions(rows, offset)[:, None, :, None]  # [B|1, 1, n, m]
+        return (distance.abs() <= self.w * self.d) & (distance.remainder(self.d) == 0)
+
+    def validate(self, shape: Shape, device: torch.device) -> None:
+        pass
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Blocks(Mask):
+    """map[i' // size, j // size]. A query outside the map sees nobody."""
+
+    map: Tensor  # [B|1, H|1, P, Q] bool
+    size: int
+    key: Hashable | None = field(repr=False, default=None)
+    positional: bool = field(init=False, repr=False, default=True)
+
+    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
+        table = self.map.to(rows.device)[..., keys // self.size]  # [B|1, H|1, P, m]
+        row = positions(rows, offset).div(self.size, rounding_mode="floor")  # [B|1, n]
+        inside = (row >= 0) & (row < table.shape[2])
+        if table.shape[2] == 0:
+            return table.new_zeros(1, 1, rows.numel(), keys.numel())
+        row = row.clamp(0, table.shape[2] - 1)
+        if row.shape[0] == 1:
+            chosen = table[:, :, row[0]]
+        else:
+            sequence = torch.arange(row.shape[0], device=rows.device)[:, None]
+            # Advanced indices around a slice come first: [B, n, H|1, m]
+            chosen = table.expand(row.shape[0], -1, -1, -1)[sequence, :, row].transpose(1, 2)
+        return chosen & inside[:, None, :, None]
+
+    def validate(self, shape: Shape, device: torch.device) -> None:
+        _check_device("blocks", self.map, device, owned=self.key is not None)
+        for name, got, want in (("B", self.map.shape[0], shape[0]), ("H", self.map.shape[1], shape[1])):
+            if got not in (1, want):
+                raise ValueError(f"mask: blocks has a map for {name} = {got}, q has {name} = {want}: pass 1 or {want}")
+        if self.map.shape[3] * self.size < shape[3]:
+            raise ValueError(
+                f"mask: blocks covers {self.map.shape[3]} blocks of {self.size} keys, k has {shape[3]} keys: "
+                "give every key a block"
+            )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Keep(Mask):
+    """A dense bool tensor, True = may attend, indexed by the raw query row i."""
+
+    tensor: Tensor  # [B|1, H|1, N|1, M|1] bool
+    key: Hashable | None = field(init=False, repr=False, default=None)
+    positional: bool = field(init=False, repr=False, default=False)
+
+    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
+        part = self.tensor.to(rows.device)
+        part = part.index_select(2, rows) if part.shape[2] != 1 else part.expand(-1, -1, rows.numel(), -1)
+        return part.index_select(3, keys) if part.shape[3] != 1 else part.expand(-1, -1, -1, keys.numel())
+
+    def validate(self, shape: Shape, device: torch.device) -> None:
+        _check_device("the tensor", self.tensor, device)
+        if any(got not in (1, want) for got, want in zip(self.tensor.shape, shape, strict=True)):
+            raise ValueError(
+                f"mask: a bool tensor of shape {tuple(self.tensor.shape)} does not broadcast to "
+                f"[B, H, N, M] = {shape}: each dim must be 1 or match, aligned at the right"
+            )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Joined(Mask):
+    masks: tuple[Mask, ...]
+    key: Hashable | None = field(init=False, repr=False)
+    positional: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        keys = tuple(mask.key for mask in self.masks)
+        _set(self, "key", None if None in keys else (type(self).__name__, *keys))
+        _set(self, "positional", any(mask.positional for mask in self.masks))
+
+    def _evaluate_each(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> list[Tensor]:
+        return [mask.evaluate(rows, keys, offset, shape) for mask in self.masks]
+
+    def validate(self, shape: Shape, device: torch.device) -> None:
+        for mask in self.masks:
+            mask.validate(shape, device)
+
+
+class And(_Joined):
+    """Visible where every mask says so."""
+
+    __slots__ = ()
+
+    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
+        return reduce(torch.logical_and, self._evaluate_each(rows, keys, offset, shape))
+
+
+class Or(_Joined):
+    """Visible where any mask says so."""
+
+    __slots__ = ()
+
+    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
+        return reduce(torch.logical_or, self._evaluate_each(rows, keys, offset, shape))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Not(Mask):
+    """Visible where the mask says no."""
+
+    mask: Mask
+    key: Hashable | None = field(init=False, repr=False)
+    positional: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _set(self, "key", None if self.mask.key is None else ("Not", self.mask.key))
+        _set(self, "positional", self.mask.positional)
+
+    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
+        return ~self.mask.evaluate(rows, keys, offset, shape)
+
+    def validate(self, shape: Shape, device: torch.device) -> None:
+        self.mask.validate(shape, device)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Lowered(Mask):
+    """A mask with its plan for one shape and offset; made by `mask.lower(...)`."""
+
+    mask: Mask
+    shape: Shape
+    offset: Offset
+    plan: object = field(repr=False)
+    key: Hashable | None = field(init=False, repr=False, default=None)
+    positional: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _set(self, "positional", self.mask.positional)
+
+    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
+        self.check_offset(offset)
+        return self.mask.evaluate(rows, keys, offset, shape)
+
+    def validate(self, shape: Shape, device: torch.device) -> None:
+        batch, heads, *lengths = self.shape
+        if tuple(lengths) != shape[2:] or batch not in (1, shape[0]) or heads not in (1, shape[1]):
+            raise ValueError(
+                f"mask: lowered for [B, H, N, M] = {self.shape}, used with {shape}: lower it again for these sizes"
+            )
+        self.mask.validate(shape, device)
+
+    def check_offset(self, offset: Offset) -> None:
+        """Raises unless this is the offset the mask was lowered for."""
+        if not self.positional or self.offset is offset:
+            return
+        mine, theirs = (torch.as_tensor(x).reshape(-1).cpu() for x in (self.offset, offset))
+        if not bool((mine == theirs).all() if 1 in (len(mine), len(theirs)) else torch.equal(mine, theirs)):
+            raise ValueError(
+                f"mask: lowered for q_offset = {mine.tolist()}, used with {theirs.tolist()}: lower it again"
+            )
+
+
+def causal() -> Mask:
+    """j <= i'."""
+    return _CAUSAL
+
+
+def window(left: int | None, right: int | None = 0) -> Mask:
+    """i' - left <= j <= i' + right. A query sees itself as well: `window(255)` is 256 keys. None lifts a side."""
+    return Window(*(UNBOUNDED if x is None else _number("window", n, x) for n, x in (("left", left), ("right", right))))
+
+
+def prefix(n: int | Tensor) -> Mask:
+    """j < n; a prefix language model's mask is `causal() | prefix(n)`."""
+    return Lengths(_length("prefix", "n", n), 0)
+
+
+def lengths(end: int | Tensor | Sequence[int], start: int | Tensor | Sequence[int] = 0) -> Mask:
+    """start <= j < end, one value per sequence (tensor [B]) or one for all."""
+    return Lengths(_length("lengths", "end", end), _length("lengths", "start", start))
+
+
+def documents(ids: Tensor | Sequence[int] | None = None, *, cu_seqlens: Tensor | Sequence[int] | None = None) -> Mask:
+    """Same document only: ids [L] or [B, L] per position, or cu_seqlens [S + 1], the packed sequences' boundaries."""
+    if (ids is None) == (cu_seqlens is None):
+        raise ValueError("documents: pass exactly one of ids and cu_seqlens")
+    if ids is not None:
+        table, key = _integers("documents", "ids", ids)
+        return Documents(table if table.dim() == 2 else table[None], key)
+    bounds, key = _integers("documents", "cu_seqlens", cu_seqlens)
+    if bounds.dim() != 1 or bounds.numel() == 0 or bool(bounds[0] != 0) or bool((bounds.diff() < 0).any()):
+        raise ValueError("documents: cu_seqlens must be 1-D, start at 0 and never decrease, e.g. [0, 5, 9]")
+    place = torch.arange(int(bounds[-1]), device=bounds.device)
+    return Documents(torch.searchsorted(bounds, place, right=True)[None], key and ("cu_seqlens", key))
+
+
+def global_tokens(idx: Tensor | Sequence[int]) -> Mask:
+    """i' in idx or j in idx: tokens that see and are seen by all. idx [K], or [B, K] padded with -1."""
+    table, key = _integers("global_tokens", "idx", idx)
+    if key is not None and bool((table < 0).any()):
+        raise ValueError(f"global_tokens: idx holds {int(table.min())}: positions count from 0, not from the end")
+    return GlobalTokens(table if table.dim() == 2 else table[None], key)
+
+
+def dilated(w: int, d: int) -> Mask:
+    """|i' - j| <= w d and d divides i' - j: w keys to each side, d apart, and the query's own."""
+    w, d = _number("dilated", "w", w), _number("dilated", "d", d, least=1)
+    return Window(w, w) if d == 1 else Dilated(w, d)
+
+
+def blocks(map: Tensor | Sequence[Sequence[bool]], size: int) -> Mask:
+    """Query block i' // size may see key block j // size where map says so; map [P, Q], [H, P, Q] or [B, H, P, Q]."""
+    size = _number("blocks", "size", size, least=1)
+    if isinstance(map, Tensor):
+        key, table = None, map
+        if table.dtype != torch.bool:
+            raise TypeError(f"blocks: map must be a bool tensor, got {table.dtype}")
+    else:
+        table = torch.tensor(map, dtype=torch.bool)
+        key = ("blocks", tuple(table.shape), table.numpy().tobytes(), size)
+    if not 2 <= table.dim() <= 4:
+        raise ValueError(f"blocks: map must be [P, Q], [H, P, Q] or [B, H, P, Q], got shape {tuple(table.shape)}")
+    return Blocks(table[(None,) * (4 - table.dim())], size, key)
+
+
+def keep(tensor: Tensor) -> Mask:
+    """A bool tensor of 2 to 4 dims that broadcasts to [B, H, N, M], aligned at the right; True = may attend."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"keep: expected a bool tensor, got {type(tensor).__name__}")
+    if tensor.dtype != torch.bool:
+        raise TypeError(
+            f"keep: expected a bool tensor (True = may attend), got {tensor.dtype}: additive masks go to bias="
+        )
+    if not 2 <= tensor.dim() <= 4:
+        raise ValueError(f"keep: expected 2 to 4 dims, got shape {tuple(tensor.shape)}")
+    return Keep(tensor[(None,) * (4 - tensor.dim())])
+
+
+_CAUSAL = Window(UNBOUNDED, 0)
+
+
+def _number(where: str, name: str, value: int, least: int = 0) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{where}: {name} must be an int, got {type(value).__name__}") from None
+    if number < least:
+        raise ValueError(f"{where}: {name} must be at least {least}, got {number}")
+    return min(number, UNBOUNDED)
+
+
+def _length(where: str, name: str, value: int | Tensor | Sequence[int]) -> int | Tensor:
+    if isinstance(value, Tensor | list | tuple):
+        table, _ = _integers(where, name, value)
+        if table.dim() != 1:
+            raise ValueError(f"{where}: {name} must be an int or one value per sequence [B], got {tuple(table.shape)}")
+        return table
+    return _number(where, name, value)
+
+
+def _integers(where: str, name: str, value: Tensor | Sequence[int] | None) -> tuple[Tensor, Hashable | None]:
+    """A tensor as given, or a private one made of Python numbers together with the key that caching needs."""
+    owned = not isinstance(value, Tensor)
+    table = value if isinstance(value, Tensor) else torch.tensor(value if value is not None else ())
+    if table.numel() == 0 and owned:
+        table = table.to(torch.int64)
+    if table.dtype == torch.bool or table.is_floating_point() or table.is_complex():
+        raise TypeError(f"{where}: {name} must hold integers, got {table.dtype}")
+    if table.dim() not in (1, 2):
+        raise ValueError(f"{where}: {name} must have 1 or 2 dims, got shape {tuple(table.shape)}")
+    return table, (where, tuple(table.shape), table.numpy().tobytes()) if owned else None
+
+
+def _member(place: Tensor, idx: Tensor) -> Tensor:
+    """Which positions [B|1, n] are among the sequence's idx [B|1, K]: [B|1, n]."""
+    found = torch.isin(place, idx) if idx.shape[0] == 1 else (place[:, :, None] == idx[:, None, :]).any(-1)
+    return found & (place >= 0)
+
+
+def _check_device(what: str, tensor: Tensor, device: torch.device, owned: bool = False) -> None:
+    if tensor.device != device and not owned:
+        raise ValueError(f"mask: {what} is on {tensor.device}, q on {device}: move it there")
