@@ -111,7 +111,7 @@ class ScoreStats:
 
     @property
     def entropy(self) -> Tensor:
-        """-sum p log p, in nats, the sink being an outcome: 0 = collapsed on one key, log(count) = uniform. Empty: 0."""
+        """-sum p log p in nats, the sink being an outcome: 0 = collapsed on one key, log(count) = uniform. Empty: 0."""
         lse0, lse = self._filled(self._field("lse")), self._filled(self.lse)
         among_keys = (lse0 - self._filled(self.max_score) - self._field("shift")).clamp_min(0.0)
         sink = self._sink_score
