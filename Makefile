@@ -1,0 +1,65 @@
+# Everything a contributor runs. Needs Python >= 3.10 with venv, make and a C++ compiler; the rest comes into .venv, at
+# the versions constraints.txt pins. Nothing is installed twice: stamp files remember what was done.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := $(BIN)/python
+NATIVE := build/native
+LIBRARY := poise/kernels/libpoise.so
+PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: help test demo check bench native asan clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make test     install into .venv if needed, build the kernels, run the tests"
+	@echo "make demo     attention on one sentence, step by step"
+	@echo "make check    formatting, lint and types"
+	@echo "make bench    speed against torch, as one table (minutes)"
+	@echo "make native   only build the kernels into the source tree"
+	@echo "make asan     replay the kernel cases under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make clean    remove what was built, but not .venv"
+
+test: native
+	POISE_REQUIRE_NATIVE=1 $(RUN) -m pytest $(ARGS)
+
+demo: native
+	@$(RUN) examples/demo.py
+
+bench: native
+	$(RUN) benchmarks/forward.py $(ARGS)
+
+check: $(VENV)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	@if command -v clang-format >/dev/null; then \
+	  clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h'); \
+	else echo "clang-format is not installed: C++ formatting not checked"; fi
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "poise needs Python 3.10 or newer; set PYTHON=..."; exit 1; }
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "$(PYTHON) cannot create a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@touch $@
+
+# The editable install leaves the kernels to `native`, which rebuilds them in seconds when a source changes.
+$(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "Installing the pinned dependencies into $(VENV) (torch is large: this takes minutes the first time)"
+	@$(PIP) scikit-build-core cmake ninja
+	@$(PIP) --no-build-isolation --config-settings=cmake.define.POISE_NATIVE=OFF --editable '.[dev]'
+	@touch $@
+
+$(NATIVE)/build.ninja: CMakeLists.txt $(VENV)/.installed
+	@rm -rf $(NATIVE)
+	@$(BIN)/cmake -S . -B $(NATIVE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPOISE_NATIVE=ON \
+	  --log-level=WARNING -DCMAKE_MESSAGE_LOG_LEVEL=WARNING
+
+# Moved into place, not copied over: a process that has the old library loaded keeps it.
+native: $(NATIVE)/build.ninja
+	@$(BIN)/ninja -C $(NATIVE) --quiet poise
+	@cmp -s $(NATIVE)/libpoise.so $(LIBRARY) || { cp $(NATIVE)/libpoise.so $(LIBRARY).new && mv $(LIBRARY).new $(LIBRARY); }
+
+clean:
+	rm -rf build dist $(LIBRARY)

@@ -1,0 +1,188 @@
+"""The CPU kernels as torch operators: finds and loads the library, and turns a lowered problem into one call.
+
+Loading happens once, on import. Where there is no library (no compiler at install time, or another platform) the import
+says so in one warning and `run` refuses; everything else in poise keeps working. Chooses nothing and validates nothing
+that register.cpp checks itself; forward only, so op.py keeps away calls that need a gradient or dropout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from poise.plan import Plan
+    from poise.problem import Problem
+
+LIBRARY = "libpoise.so"
+FIELDS = 11  # rows of the packed statistics, as in stats.FIELDS and forward.h
+UNBOUNDED = 1 << 40  # forward.h's kUnbounded: no limit on that side
+
+
+def available() -> bool:
+    """Whether the native kernels are loaded."""
+    return _missing == ""
+
+
+def why_missing() -> str:
+    """Why the native kernels are not loaded, and what to do; empty when they are."""
+    return _missing
+
+
+def isa() -> str:
+    """The instruction set the kernels use here: base, avx2, avx512, avx512bf16 or neon (POISE_ISA overrides)."""
+    _require()
+    name = cast("ctypes.CDLL", _library).poise_isa()
+    return cast(bytes, name).decode()
+
+
+def run(problem: Problem, plan: Plan, stats: bool, bshd: bool = False) -> tuple[Tensor, Tensor | None]:
+    """The output [B, H, N, Dv] in q's dtype, and the packed statistics [11, B, H, N] or None.
+
+    With `bshd` the output's memory is [B, N, H, Dv].
+    """
+    _require()
+    if problem.dropout:
+        raise ValueError("dropout: the cpu kernels have none yet; use impl='blockwise' or impl='reference'")
+    per_row = isinstance(problem.scale, Tensor)
+    offset, offsets = (0, problem.offset) if isinstance(problem.offset, Tensor) else (problem.offset, None)
+    mask0, mask1 = _pair(plan.masks)
+    bias0, bias1 = _pair([_narrow(bias) for bias in plan.biases])
+    sink_keys = torch.tensor(problem.sink_keys, dtype=torch.int32) if stats and problem.sink_keys else None
+    out, packed = torch.ops.poise.forward.default(
+        _rows(problem.q),
+        _rows(problem.k),
+        _rows(problem.v),
+        1.0 if per_row else problem.scale,
+        _float32(problem.scale) if per_row else None,
+        problem.softcap or 0.0,
+        _float32(problem.sink),
+        plan.left,
+        plan.right,
+        offset,
+        None if offsets is None else offsets.contiguous(),
+        plan.start,
+        plan.end,
+        plan.rows,
+        plan.tile_ptr,
+        plan.tile_runs,
+        plan.patterns,
+        mask0,
+        mask1,
+        bias0,
+        bias1,
+        _float32(plan.table),
+        _float32(plan.slopes),
+        sink_keys,
+        stats,
+        bshd,
+    )
+    return out, packed if stats else None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor itself where its last dim is contiguous, as kernels need it, else a copy."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
+
+
+def _float32(tensor: Any) -> Any:
+    return None if tensor is None else tensor.to(torch.float32).contiguous()
+
+
+def _narrow(bias: Tensor) -> Tensor:
+    """A bias kernels can read: float64 becomes float32, converted before it is broadcast, never after."""
+    if bias.dtype != torch.float64:
+        return bias
+    own = bias[tuple(slice(0, 1) if step == 0 else slice(None) for step in bias.stride())]
+    return own.to(torch.float32).expand(bias.shape)
+
+
+def _pair(tensors: Any) -> tuple[Tensor | None, Tensor | None]:
+    first, second = (*tensors, None, None)[:2]
+    return first, second
+
+
+def _require() -> None:
+    if _missing:
+        raise RuntimeError(_missing)
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """The library and "", or None and why there is none. An editable install has the package in two folders."""
+    folders = [Path(folder) for folder in sys.modules["poise.kernels"].__path__]
+    named = os.environ.get("POISE_LIBRARY")  # another build of the library, for sanitizer runs
+    found = [Path(named)] if named else [folder / LIBRARY for folder in folders if (folder / LIBRARY).is_file()]
+    if not found:
+        return None, (
+            "poise was installed without its fast CPU kernels (no C++ compiler at install time, or an unsupported "
+            "platform): every call runs the portable implementation, many times slower. To get them, install a "
+            "compiler such as g++ and reinstall poise."
+        )
+    try:
+        torch.ops.load_library(found[0])  # type: ignore[no-untyped-call]
+        library = ctypes.CDLL(str(found[0]))
+        library.poise_registration_failure.restype = ctypes.c_char_p
+        library.poise_isa.restype = ctypes.c_char_p
+        failure = library.poise_registration_failure()
+    except (OSError, AttributeError) as error:
+        failure = str(error).encode()
+    if failure:
+        return None, (
+            f"poise could not load its fast CPU kernels with torch {torch.__version__} ({failure.decode()}): every "
+            "call runs the portable implementation, many times slower. poise needs torch >= 2.10; reinstall poise."
+        )
+    return library, ""
+
+
+def _fake_out(q: Tensor, v: Tensor, bshd: bool) -> Tensor:
+    batch, heads, queries, _ = q.shape
+    if bshd:
+        return q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
+    return q.new_empty(batch, heads, queries, v.shape[3])
+
+
+def _fake_stats(q: Tensor, stats: bool) -> Tensor:
+    return q.new_empty((FIELDS if stats else 0, *q.shape[:3]), dtype=torch.float32)
+
+
+def _register_fakes() -> None:
+    """What the operators return, for torch.compile and export: shapes, dtypes and strides only."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        stats, bshd = rest[-2:]
+        return _fake_out(q, v, bshd), _fake_stats(q, stats)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        return _fake_out(q, v, rest[-1])
+
+    def attend_observed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return _fake_out(q, v, rest[-1]), _fake_stats(q, True)
+
+    fakes: tuple[Callable[..., Any], ...] = (forward, attend, attend_observed)
+    for fake in fakes:
+        torch.library.register_fake(f"poise::{fake.__name__}", fake)
+
+
+def _absent(*_: Any) -> Any:
+    raise RuntimeError(_missing)
+
+
+_library, _missing = _load()
+if _missing:
+    warnings.warn(_missing, RuntimeWarning, stacklevel=2)
+else:
+    _register_fakes()
+
+# (q, k, v, scale | None, left, right, offset, bshd): a band and nothing else, 4-D inputs, least overhead. Anything
+# irregular raises. attend_observed also returns the packed statistics, with key 0 as the only sink key.
+attend: Callable[..., Tensor] = _absent if _missing else torch.ops.poise.attend.default
+attend_observed: Callable[..., tuple[Tensor, Tensor]] = _absent if _missing else torch.ops.poise.attend_observed.default
