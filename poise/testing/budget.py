@@ -1,0 +1,171 @@
+"""How close is close enough: the exact answer in float64, a naive one, and budgets made from the two.
+
+Output: max|x - x64| <= 2 max|naive - x64| + 4 eps max|x64|, where naive is one matmul, a float32 softmax, one matmul,
+rounding only inputs, weights and output. Statistics: the same with the reference in float32 as the naive one, plus, row
+by row, what an error of 4 eps in the row's scores does to the statistic to first order; else equal scores, where the
+naive answer happens to be exact, would demand exactness. NaN must stand where the truth has NaN, infinities where it
+has them. float64 gets the float32 budget times the ratio of their eps.
+
+No case is judged by a hand-tuned tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poise import reference
+from poise.problem import Problem, prepare
+from poise.score import Alibi, Bias, Dense, Relative
+from poise.stats import FIELDS
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What results of one call are compared with; float64, and [B, H, N, Dv] and [11, B, H, N] whatever the layout."""
+
+    problem: Problem
+    layout: str
+    out: Tensor
+    packed: Tensor
+    naive_out: Tensor
+    naive_packed: Tensor
+    amplify: float  # from the naive's precision to the call's: 1, or eps64 / eps32
+
+
+def truth(**arguments: Any) -> Truth:
+    """The exact and the naive answer to one call of `observe`."""
+    problem = prepare(**arguments)
+    exact = double(problem)
+    out, packed = reference.run(exact, True)
+    single = problem if problem.q.dtype != torch.float64 else _convert(problem, torch.float32)
+    _, naive_packed = reference.run(single, True)
+    assert packed is not None and naive_packed is not None
+    amplify = 1.0 if single is problem else torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    layout = arguments.get("layout", "bhsd")
+    return Truth(problem, layout, out, packed, _naive(single).double(), naive_packed.double(), amplify)
+
+
+def double(problem: Problem) -> Problem:
+    """The same call with every tensor in float64: what it means exactly."""
+    return _convert(problem, torch.float64)
+
+
+def check_out(out: Tensor, truth: Truth) -> None:
+    """Raises AssertionError unless the output is within its budget, of q's dtype, and NaN just where it must be."""
+    problem = truth.problem
+    assert out.dtype == problem.q.dtype, f"out is {out.dtype}, q is {problem.q.dtype}"
+    if truth.layout == "bshd":
+        out = out.transpose(-3, -2)
+    assert math.prod(out.shape) == truth.out.numel(), f"out is {list(out.shape)}, not {list(truth.out.shape)}"
+    got = out.reshape(truth.out.shape).double()
+    _check("out", got, truth.out.to(problem.q.dtype).double(), truth, truth.out, truth.naive_out, torch.zeros(()))
+
+
+def check_stats(packed: Tensor, truth: Truth) -> None:
+    """Raises AssertionError unless each packed field is within its budget, NaN or infinite just where it must be."""
+    dtype = torch.float64 if truth.problem.q.dtype == torch.float64 else torch.float32
+    assert packed.dtype == dtype, f"packed is {packed.dtype}, not {dtype}"
+    assert packed.shape[0] == len(FIELDS) and packed.numel() == truth.packed.numel(), f"packed is {list(packed.shape)}"
+    got = packed.reshape(truth.packed.shape).double()
+    slack = _slack(truth, 4 * torch.finfo(dtype).eps)
+    problems = []
+    for index, name in enumerate(FIELDS):
+        exact = truth.packed[index]
+        try:
+            _check(name, got[index], exact.to(dtype).double(), truth, exact, truth.naive_packed[index], slack[name])
+        except AssertionError as error:
+            problems.append(str(error))
+    assert not problems, "; ".join(problems)
+
+
+def relative_l2(out: Tensor, truth: Truth) -> float:
+    """|out - x64| / |x64| over finite entries."""
+    got = (out.transpose(-3, -2) if truth.layout == "bshd" else out).reshape(truth.out.shape).double()
+    finite = truth.out.isfinite()
+    return float((got - truth.out)[finite].norm() / truth.out[finite].norm().clamp_min(1e-300))
+
+
+def _check(name: str, got: Tensor, rounded: Tensor, truth: Truth, exact: Tensor, naive: Tensor, slack: Tensor) -> None:
+    """`rounded` is the exact value in the result's dtype: it says what must be NaN or infinite."""
+    # Where the naive computation leaves the range of its numbers on the way to a finite value, nothing can be asked.
+    asked = ~(exact.isfinite() & (naive.isnan() | (naive.isinf() & rounded.isfinite())))
+    nan = asked & (got.isnan() != rounded.isnan())
+    assert not bool(nan.any()), _where(name, nan, got, exact)
+    infinite = asked & rounded.isinf() & (got != rounded)
+    assert not bool(infinite.any()), _where(name, infinite, got, exact)
+    compared = asked & rounded.isfinite()
+    if not bool(compared.any()):
+        return
+    dtype = truth.problem.q.dtype if name == "out" else (torch.float64 if truth.amplify < 1 else torch.float32)
+    size = exact[compared].abs().amax()
+    allowed = 2 * truth.amplify * (naive - exact)[compared].abs().amax() + 4 * torch.finfo(dtype).eps * size
+    excess = (got - exact).abs() - slack.to(exact.dtype)
+    wrong = compared & ~(excess <= allowed)
+    assert not bool(wrong.any()), (
+        f"{name}: off by {float((got - exact).abs()[wrong].amax()):.3g}, budget {float(allowed):.3g}; "
+        + _where(name, wrong, got, exact)
+    )
+
+
+def _where(name: str, wrong: Tensor, got: Tensor, exact: Tensor) -> str:
+    first = tuple(int(i) for i in wrong.nonzero()[0]) if bool(wrong.any()) else ()
+    values = f"got {float(got[first]):.9g}, exact {float(exact[first]):.9g}" if first else ""
+    return f"{name}: {int(wrong.sum())} of {wrong.numel()} wrong, first at {list(first)}: {values}"
+
+
+def _slack(truth: Truth, eps: float) -> dict[str, Tensor]:
+    """Per row, what an error of eps times its largest score makes of each field, to first order."""
+    exact = dict(zip(FIELDS, truth.packed, strict=True))
+    sizes = torch.stack([exact["max_score"], exact["min_score"], exact["max_logit"]]).abs()
+    delta = eps * torch.where(sizes.isfinite(), sizes, 0.0).amax(0)  # [B, H, N]
+    spread, spread_p = exact["var"].sqrt(), exact["var_p"].sqrt()
+    slack = {
+        "count": torch.zeros_like(delta),
+        "var": 2 * spread * delta + delta.square(),
+        "shift": (2 + spread_p) * delta,
+        "var_p": 2 * (exact["var_p"] + spread_p) * delta + delta.square(),
+        "collision": 4 * exact["collision"] * delta,
+        "sink_mass": 2 * exact["sink_mass"] * delta,
+    }
+    return {name: slack.get(name, delta).nan_to_num(0.0) for name in FIELDS}
+
+
+def _naive(problem: Problem) -> Tensor:
+    """Two matmuls and a softmax, without care for anything but rounding; the sink is one more column of scores."""
+    batch, heads, queries, keys = problem.shape
+    rows, cols = torch.arange(queries), torch.arange(keys)
+    scores = reference.score_tile(problem, rows, cols, "biased")  # [B, H, N, M] float32
+    visible = ~torch.isneginf(scores)
+    if problem.sink is not None:
+        scores = torch.cat([scores, problem.sink[:, None, None].expand(batch, heads, queries, 1)], -1)
+    p = torch.softmax(scores, -1)[..., :keys]
+    p = torch.where(visible, p, 0.0).to(problem.q.dtype).float()
+    v = problem.v.float().repeat_interleave(heads // max(problem.v.shape[1], 1), 1)
+    if bool(v.isfinite().all()):
+        return (p @ v).to(problem.q.dtype)
+    return (p[..., None] * torch.where(visible[..., None], v[..., None, :, :], 0.0)).sum(-2).to(problem.q.dtype)
+
+
+def _convert(problem: Problem, dtype: torch.dtype) -> Problem:
+    def converted(term: Bias) -> Bias:
+        if isinstance(term, Dense):
+            return Dense(term.tensor.to(dtype))
+        if isinstance(term, Alibi):
+            return Alibi(term.slopes.to(dtype))
+        assert isinstance(term, Relative), type(term)
+        return Relative(term.table.to(dtype))
+
+    return replace(
+        problem,
+        q=problem.q.to(dtype),
+        k=problem.k.to(dtype),
+        v=problem.v.to(dtype),
+        bias=tuple(converted(term) for term in problem.bias),
+        scale=problem.scale.to(dtype) if isinstance(problem.scale, Tensor) else problem.scale,
+        sink=None if problem.sink is None else problem.sink.to(dtype),
+    )
