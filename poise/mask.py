@@ -30,7 +30,7 @@ Offset = int | Tensor  # i' = i + offset: an int, or int64 [B]
 
 
 class Mask(ABC):
-    """A set of visible (query, key) pairs. Build one with `causal()`, `window()`, ...; never subclass outside this file."""
+    """A set of visible (query, key) pairs; built with `causal()`, `window()`, ..., and never subclassed elsewhere."""
 
     __slots__ = ()
     key: Hashable | None  # the value this mask compares and hashes by; None when it holds a caller's tensor
@@ -66,6 +66,10 @@ class Mask(ABC):
             offset = 0 if q_offset == "start" else k_len - q_len
         else:
             offset = q_offset
+        if isinstance(offset, Tensor) and offset.shape != (batch,):
+            raise ValueError(
+                f"q_offset: got shape {tuple(offset.shape)} for a batch of {batch}: pass one per sequence, [B]"
+            )
         if _lowering is None:
             raise RuntimeError("mask.lower() needs poise.plan to be imported, as `import poise` does")
         shape = (batch, heads, q_len, k_len)
@@ -125,7 +129,7 @@ def as_mask(mask: Mask | Tensor) -> Mask:
     raise TypeError(f"mask: expected a mask object or a bool tensor, got {type(mask).__name__}")
 
 
-def _join(kind: type[And | Or], *operands: Mask | Tensor) -> Mask:
+def _join(kind: type[_Joined], *operands: Mask | Tensor) -> Mask:
     flat: list[Mask] = []
     for operand in map(as_mask, operands):
         flat.extend(operand.masks if isinstance(operand, kind) else (operand,))
@@ -181,7 +185,8 @@ class Lengths(Mask):
             x.to(rows.device)[:, None, None, None] if isinstance(x, Tensor) else x for x in (self.start, self.end)
         )
         visible = (keys >= start) & (keys < end)  # [m] or [B, 1, 1, m]
-        return visible.reshape(-1, 1, 1, keys.numel()).expand(-1, 1, rows.numel(), -1)
+        visible = visible if visible.dim() == 4 else visible[None, None, None]
+        return visible.expand(-1, 1, rows.numel(), -1)
 
     def validate(self, shape: Shape, device: torch.device) -> None:
         for name, value in (("end", self.end), ("start", self.start)):
@@ -492,9 +497,9 @@ def keep(tensor: Tensor) -> Mask:
 _CAUSAL = Window(UNBOUNDED, 0)
 
 
-def _number(where: str, name: str, value: int, least: int = 0) -> int:
+def _number(where: str, name: str, value: object, least: int = 0) -> int:
     try:
-        number = operator.index(value)
+        number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"{where}: {name} must be an int, got {type(value).__name__}") from None
     if number < least:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Dense(Bias):
     """A tensor as given, indexed by the raw query row i."""
 
     tensor: Tensor  # [B|1, H|1, N|1, M|1]
-    positional: ClassVar[bool] = False
+    positional: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensor", self.tensor[(None,) * (4 - self.tensor.dim())])
@@ -82,7 +82,7 @@ class Alibi(Bias):
     """-slope |i' - j|, one slope per head."""
 
     slopes: Tensor  # [H]
-    positional: ClassVar[bool] = True
+    positional: bool = field(init=False, repr=False, default=True)
 
     def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape, dtype: torch.dtype) -> Tensor:
         distance = (keys - positions(rows, offset)[:, None, :, None]).abs()  # [B|1, 1, n, m]
@@ -101,7 +101,7 @@ class Relative(Bias):
     """table[h, clamp(j - i', -R, R) + R]."""
 
     table: Tensor  # [H|1, 2R + 1]
-    positional: ClassVar[bool] = True
+    positional: bool = field(init=False, repr=False, default=True)
 
     def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape, dtype: torch.dtype) -> Tensor:
         radius = self.table.shape[1] // 2

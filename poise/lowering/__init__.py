@@ -1,0 +1,1 @@
+"""How mask objects become plain data, row intervals and tile maps; `poise/plan.py` puts the parts together."""
