@@ -1,8 +1,8 @@
 """The CPU kernels as torch operators: finds and loads the library, and turns a lowered problem into one call.
 
 Loading happens once, on import. Where there is no library (no compiler at install time, or another platform) the import
-says so in one warning and `run` refuses; everything else in poise keeps working. Chooses nothing and validates nothing
-that register.cpp checks itself; forward only, so op.py keeps away calls that need a gradient or dropout.
+succeeds, `why_missing` tells, and `run` refuses; everything else in poise keeps working. Chooses nothing and validates
+nothing that register.cpp checks itself; forward only, so calls that need a gradient or dropout must not come here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -52,13 +51,17 @@ def run(problem: Problem, plan: Plan, stats: bool, bshd: bool = False) -> tuple[
     """
     _require()
     if problem.dropout:
-        raise ValueError("dropout: the cpu kernels have none yet; use impl='blockwise' or impl='reference'")
+        raise ValueError('dropout: the cpu kernels have none; use impl="blockwise" or impl="reference"')
+    out, packed = torch.ops.poise.forward.default(*arguments(problem, plan, stats, bshd))
+    return out, packed if stats else None
+
+
+def arguments(problem: Problem, plan: Plan, stats: bool, bshd: bool) -> tuple[Any, ...]:
+    """The arguments of poise::forward, in the order of its schema."""
     per_row = isinstance(problem.scale, Tensor)
     offset, offsets = (0, problem.offset) if isinstance(problem.offset, Tensor) else (problem.offset, None)
-    mask0, mask1 = _pair(plan.masks)
-    bias0, bias1 = _pair([_narrow(bias) for bias in plan.biases])
     sink_keys = torch.tensor(problem.sink_keys, dtype=torch.int32) if stats and problem.sink_keys else None
-    out, packed = torch.ops.poise.forward.default(
+    return (
         _rows(problem.q),
         _rows(problem.k),
         _rows(problem.v),
@@ -76,17 +79,14 @@ def run(problem: Problem, plan: Plan, stats: bool, bshd: bool = False) -> tuple[
         plan.tile_ptr,
         plan.tile_runs,
         plan.patterns,
-        mask0,
-        mask1,
-        bias0,
-        bias1,
+        *_pair(plan.masks),
+        *_pair([_narrow(bias) for bias in plan.biases]),
         _float32(plan.table),
         _float32(plan.slopes),
         sink_keys,
         stats,
         bshd,
     )
-    return out, packed if stats else None
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -123,9 +123,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     found = [Path(named)] if named else [folder / LIBRARY for folder in folders if (folder / LIBRARY).is_file()]
     if not found:
         return None, (
-            "poise was installed without its fast CPU kernels (no C++ compiler at install time, or an unsupported "
-            "platform): every call runs the portable implementation, many times slower. To get them, install a "
-            "compiler such as g++ and reinstall poise."
+            f"the native library {LIBRARY} is not installed: there was no C++ compiler when poise was, or the "
+            "platform is not supported. Install one (such as g++) and reinstall poise"
         )
     try:
         torch.ops.load_library(found[0])  # type: ignore[no-untyped-call]
@@ -137,8 +136,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         failure = str(error).encode()
     if failure:
         return None, (
-            f"poise could not load its fast CPU kernels with torch {torch.__version__} ({failure.decode()}): every "
-            "call runs the portable implementation, many times slower. poise needs torch >= 2.10; reinstall poise."
+            f"{found[0]} does not load with torch {torch.__version__}: {failure.decode()}. poise needs torch >= 2.10; "
+            "reinstall poise"
         )
     return library, ""
 
@@ -177,9 +176,7 @@ def _absent(*_: Any) -> Any:
 
 
 _library, _missing = _load()
-if _missing:
-    warnings.warn(_missing, RuntimeWarning, stacklevel=2)
-else:
+if not _missing:
     _register_fakes()
 
 # (q, k, v, scale | None, left, right, offset, bshd): a band and nothing else, 4-D inputs, least overhead. Anything
