@@ -17,10 +17,11 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from poise.dropout import draw_seed
 from poise.mask import Lowered, Mask, keep
 from poise.score import Alibi, Bias, Dense, Relative, terms
 
-MaskLike: TypeAlias = Mask | Lowered | Tensor
+MaskLike: TypeAlias = Mask | Tensor
 BiasLike: TypeAlias = Bias | Tensor
 ScaleLike: TypeAlias = float | Tensor
 OffsetLike: TypeAlias = int | Tensor | Literal["start", "end"]
@@ -39,7 +40,7 @@ class Problem:
     q: Tensor  # [B, H, N, Dk]
     k: Tensor  # [B, G, M, Dk]; query head h reads key/value head h // (H // G)
     v: Tensor  # [B, G, M, Dv]
-    mask: Mask | Lowered | None
+    mask: Mask | None
     bias: tuple[Bias, ...]
     scale: float | Tensor  # tensor: [B|1, H|1, N|1], fp32 (fp64 for fp64 q)
     softcap: float | None
@@ -103,10 +104,10 @@ def prepare(
         scale=_check_scale(scale, shape, q, dim),
         softcap=_check_softcap(softcap),
         sink=_check_sink(sink, heads, q),
-        dropout=_check_dropout(dropout),
+        dropout=check_dropout(dropout),
         offset=_check_offset(q_offset, shape, q.device, checked_mask, checked_bias),
         sink_keys=_check_sink_keys(sink_keys, shape[3]),
-        seed=_draw_seed() if dropout else 0,  # last: a call that raises must not advance the generator
+        seed=draw_seed() if dropout else 0,  # last: a call that raises must not advance the generator
     )
 
 
@@ -114,14 +115,16 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor
     """q, k, v as [B, H|G, N|M, D] views."""
     if layout not in LAYOUTS:
         raise ValueError(
-            f"layout must be 'bhsd' (batch, heads, sequence, dim) or 'bshd' (batch, sequence, heads, dim); got {layout!r}"
+            "layout must be 'bhsd' (batch, heads, sequence, dim) or 'bshd' (batch, sequence, heads, dim); "
+            f"got {layout!r}"
         )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
         if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else tensor.layout
             raise TypeError(
-                f"{name} must be an ordinary dense tensor; got a {'nested' if tensor.is_nested else tensor.layout} one. "
+                f"{name} must be an ordinary dense tensor; got a {kind} one. "
                 "Pad it and pass mask=poise.lengths(...), or pack it and pass mask=poise.documents(...)"
             )
         if not 2 <= tensor.dim() <= 4:
@@ -180,17 +183,18 @@ def _layout_hint(q: Tensor, k: Tensor, layout: str) -> str:
     return f". If these are {_expected(other)} tensors, pass layout={other!r}"
 
 
-def _check_mask(mask: MaskLike | None, shape: tuple[int, int, int, int], device: torch.device) -> Mask | Lowered | None:
+def _check_mask(mask: MaskLike | None, shape: tuple[int, int, int, int], device: torch.device) -> Mask | None:
     if mask is None:
         return None
     if isinstance(mask, Tensor):
         if mask.dtype is not torch.bool:
             way_out = "as bias=, it is added to the scores" if mask.is_floating_point() else "as mask.bool()"
             raise TypeError(
-                f"mask must be a bool tensor (True = may attend) or a mask object; got {_name(mask.dtype)}. Pass it {way_out}"
+                "mask must be a bool tensor (True = may attend) or a mask object; "
+                f"got {_name(mask.dtype)}. Pass it {way_out}"
             )
         mask = keep(mask)
-    if not isinstance(mask, (Mask, Lowered)):
+    if not isinstance(mask, Mask):
         hint = f". Call it: poise.{mask.__name__}(...)" if callable(mask) and hasattr(mask, "__name__") else ""
         raise TypeError(
             f"mask must be a mask object such as poise.causal(), a bool tensor or None; got {type(mask).__name__}{hint}"
@@ -205,10 +209,10 @@ def _check_bias(bias: BiasLike | None, shape: tuple[int, int, int, int], q: Tens
     if isinstance(bias, Tensor):
         if bias.dtype is torch.bool:
             raise TypeError("bias must be a floating-point tensor; got bool. Pass it as mask= (True = may attend)")
-        bias = Dense(bias)
-    if not isinstance(bias, Bias):
+    elif not isinstance(bias, Bias):
         raise TypeError(
-            f"bias must be a tensor, poise.alibi(...), poise.relative(...), a sum of those, or None; got {type(bias).__name__}"
+            "bias must be a tensor, poise.alibi(...), poise.relative(...), a sum of those, or None; "
+            f"got {type(bias).__name__}"
         )
     checked = terms(bias)
     for term in checked:
@@ -271,7 +275,7 @@ def _check_sink(sink: Tensor | None, heads: int, q: Tensor) -> Tensor | None:
     return sink.to(_statistic_dtype(q))
 
 
-def _check_dropout(dropout: float) -> float:
+def check_dropout(dropout: float) -> float:
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
         raise TypeError(f"dropout must be a number; got {type(dropout).__name__}")
     if not 0.0 <= dropout < 1.0:
@@ -279,21 +283,17 @@ def _check_dropout(dropout: float) -> float:
     return float(dropout)
 
 
-def _draw_seed() -> int:
-    """64 bits from torch's CPU generator, so that torch.manual_seed governs dropout on every device."""
-    low, high = torch.randint(0, 2**32, (2,), dtype=torch.int64).tolist()
-    return int(low) | int(high) << 32
-
-
 def _check_offset(
     q_offset: OffsetLike | None,
     shape: tuple[int, int, int, int],
     device: torch.device,
-    mask: Mask | Lowered | None,
+    mask: Mask | None,
     bias: tuple[Bias, ...],
 ) -> int | Tensor:
     batch, _, queries, keys = shape
     if q_offset is None:
+        if isinstance(mask, Lowered):
+            return mask.offset
         if queries != keys and ((mask is not None and mask.positional) or any(term.positional for term in bias)):
             raise ValueError(
                 f"q_offset is needed: q has {queries} positions, k has {keys}, and the mask or bias depends on "

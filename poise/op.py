@@ -1,0 +1,278 @@
+"""The public operator: attention, and the same call observed, tile by tile, or seen from the keys.
+
+No arithmetic here. A call that is plain data already (a band or no mask, no bias, cap, sink, dropout or gradient) goes
+straight to the native op, which checks what it reads; every other, and whatever that op refuses, is validated
+(problem.py) and run by the implementation that dispatch.py chooses.
+
+Letters: B batch, H query heads, G key/value heads, N queries, M keys, Dk and Dv head dims.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from poise import reference
+from poise.dispatch import EVERYTHING, Impl, attend, attend_observed, band_of, is_plain, run
+from poise.kernels import blockwise
+from poise.problem import BiasLike, Layout, MaskLike, OffsetLike, Problem, ScaleLike, prepare
+from poise.stats import ScoreStats
+
+_LARGEST = sys.float_info.max
+_FIRST_KEY = (0,)
+# What an odd argument may raise on the direct way; the validated way then words it, or handles it.
+_REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: MaskLike | None = None,
+    bias: BiasLike | None = None,
+    scale: ScaleLike | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    q_offset: OffsetLike | None = None,
+    layout: Layout = "bhsd",
+    impl: Impl | None = None,
+) -> Tensor:
+    """Exact attention: softmax(scale · q kᵀ + bias) v over the keys that the mask leaves.
+
+    With z = scale · q·k, c = softcap · tanh(z / softcap), s = c + bias: p = softmax(s) over visible keys and the sink,
+    out = Σ p v. A query that sees no key returns 0. Masked keys never matter, even if they hold NaN.
+
+    q, k, v: [B, H, N, Dk], [B, G, M, Dk], [B, G, M, Dv] with H a multiple of G (query head h reads key/value head
+        h // (H // G)); [H, N, D] and [N, D] are accepted too. float32, bfloat16, float16 or float64. No copy is made
+        of strided tensors whose last dim is contiguous.
+    mask: who may attend to whom: `causal()`, `window(...)`, ... joined by `&`, `|`, `~`, or a bool tensor that
+        broadcasts to [B, H, N, M], True = may attend. Only masks let work be skipped.
+    bias: added to the scores: a tensor that broadcasts to [B, H, N, M], `alibi(...)`, `relative(...)`, or a sum.
+    scale: None for 1/√Dk, a number, or a tensor: 0-D, [H] or [B|1, H|1, N|1].
+    softcap: a positive number, or None for no cap.
+    sink: a logit per query head [H], neither scaled nor capped, that takes probability and has no value.
+    dropout: the probability to drop a weight; the seed comes from torch's CPU generator, once per call.
+    q_offset: key position of the first query: an int, a tensor [B], "start" (0) or "end" (M - N). Needed when N != M
+        and the mask or bias depends on positions.
+    layout: "bhsd", or "bshd" for tensors [B, N, H, D], the output included; never a copy.
+    impl: "cpu" (native kernels), "blockwise" (torch ops, any device) or "reference" (dense). What is asked for runs
+        or raises; None takes the best that can, and `explain` tells which.
+
+    Returns [B, H, N, Dv] in the dtype of q.
+
+    >>> q, k, v = (torch.randn(1, 8, 128, 64) for _ in range(3))
+    >>> poise.attention(q, k, v, mask=poise.causal()).shape
+    torch.Size([1, 8, 128, 64])
+    """
+    try:
+        if (
+            attend is not None
+            and bias is None
+            and softcap is None
+            and sink is None
+            and dropout == 0
+            and (scale is None or (type(scale) is float and -_LARGEST <= scale <= _LARGEST))
+            and (impl is None or impl == "cpu")
+        ):
+            band = EVERYTHING if mask is None and q_offset is None else band_of(mask, q_offset, q, k, layout)
+            if band is not None and is_plain(q, k, v):
+                if layout == "bhsd":
+                    return attend(q, k, v, scale, *band, False)
+                if layout == "bshd":
+                    return attend(*_swapped(q, k, v), scale, *band, True).transpose(1, 2)
+    except _REFUSALS:
+        pass
+    problem = prepare(
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+        dropout=dropout,
+        q_offset=q_offset,
+        layout=layout,
+    )
+    out, _ = run(problem, impl, False, layout)
+    return _as_given(out, q.dim(), layout)
+
+
+def observe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: MaskLike | None = None,
+    bias: BiasLike | None = None,
+    scale: ScaleLike | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    q_offset: OffsetLike | None = None,
+    layout: Layout = "bhsd",
+    impl: Impl | None = None,
+    sink_keys: Iterable[int] = _FIRST_KEY,
+) -> tuple[Tensor, ScoreStats]:
+    """`attention` that also returns what its scores were like, from the same pass: (out, stats).
+
+    Arguments as in `attention`. sink_keys: the keys whose joint probability `stats.sink_mass` tells, by default the
+    first, where attention sinks form; keys beyond the last are ignored.
+
+    The statistics are one value per query row, [B, H, N] for either layout: lse, max_logit, entropy, ... (see
+    `ScoreStats`), before dropout, differentiable; `stats.reduce("head")` summarises them.
+
+    >>> q, k, v = (torch.randn(1, 8, 128, 64) for _ in range(3))
+    >>> out, stats = poise.observe(q, k, v, mask=poise.causal())
+    >>> stats.entropy.shape
+    torch.Size([1, 8, 128])
+    """
+    try:
+        if (
+            attend_observed is not None
+            and bias is None
+            and softcap is None
+            and sink is None
+            and dropout == 0
+            and (scale is None or (type(scale) is float and -_LARGEST <= scale <= _LARGEST))
+            and (impl is None or impl == "cpu")
+            and sink_keys == _FIRST_KEY
+        ):
+            band = EVERYTHING if mask is None and q_offset is None else band_of(mask, q_offset, q, k, layout)
+            if band is not None and is_plain(q, k, v):
+                if layout == "bhsd":
+                    out, packed = attend_observed(q, k, v, scale, *band, False)
+                    return out, ScoreStats(packed, None, _FIRST_KEY)
+                if layout == "bshd":
+                    out, packed = attend_observed(*_swapped(q, k, v), scale, *band, True)
+                    return out.transpose(1, 2), ScoreStats(packed, None, _FIRST_KEY, "bshd")
+    except _REFUSALS:
+        pass
+    problem = prepare(
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+        dropout=dropout,
+        q_offset=q_offset,
+        layout=layout,
+        sink_keys=sink_keys,
+    )
+    out, packed = run(problem, impl, True, layout)
+    assert packed is not None
+    packed = packed[(slice(None),) + (0,) * (4 - q.dim())]  # [11, B, H, N], [11, H, N] or [11, N]
+    return _as_given(out, q.dim(), layout), ScoreStats(packed, problem.sink, problem.sink_keys, layout)
+
+
+def scores(
+    q: Tensor,
+    k: Tensor,
+    *,
+    rows: slice = slice(None),
+    keys: slice = slice(None),
+    stage: reference.Stage = "biased",
+    lse: Tensor | None = None,
+    mask: MaskLike | None = None,
+    bias: BiasLike | None = None,
+    scale: ScaleLike | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    q_offset: OffsetLike | None = None,
+    layout: Layout = "bhsd",
+) -> Tensor:
+    """A tile of the score matrix, for looking at: [B, H, rows, keys] (less the dims that q left out), float32 or 64.
+
+    stage: "raw", z = scale · q·k, and "capped", softcap · tanh(z / softcap), show every pair, masked or not; "biased"
+        adds the bias and holds -inf where masked; "prob" is the attention weight, before dropout, 0 where masked.
+    rows, keys: slices of queries and keys; the default is all, N × M values per head.
+    lse: for "prob", the normaliser [B, H, N] that `observe` gave (`stats.lse`): without it all keys are computed.
+
+    The other arguments are those of `attention`. Dense, in plain torch, differentiable.
+
+    >>> q, k = torch.randn(1, 8, 128, 64), torch.randn(1, 8, 128, 64)
+    >>> poise.scores(q, k, mask=poise.causal(), rows=slice(-1, None), stage="prob").sum(-1)  # 1 for every head
+    """
+    if stage not in reference.STAGES:
+        raise ValueError(f"stage must be one of {', '.join(map(repr, reference.STAGES))}; got {stage!r}")
+    problem = prepare(
+        q, k, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink, q_offset=q_offset, layout=layout
+    )
+    if lse is not None:
+        if stage != "prob":
+            raise ValueError(f'lse normalises stage="prob"; got stage={stage!r}. Leave lse out')
+        lse = _check_lse(lse, problem, q.dim())
+    length, width = problem.shape[2:]
+    chosen_rows, chosen_keys = _indices("rows", rows, length, q), _indices("keys", keys, width, q)
+    tile = reference.score_tile(problem, chosen_rows, chosen_keys, stage, lse)
+    return tile[(0,) * (4 - q.dim())]
+
+
+def received(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    mask: MaskLike | None = None,
+    bias: BiasLike | None = None,
+    scale: ScaleLike | None = None,
+    softcap: float | None = None,
+    q_offset: OffsetLike | None = None,
+    layout: Layout = "bhsd",
+) -> Tensor:
+    """The attention each key receives, summed over queries: [B, H, M] (less the dims that q left out), float32 or 64.
+
+    One more pass over q kᵀ in O(N · block + M) memory, for ranking keys of a cache and for finding sinks. lse [B, H, N]
+    is `stats.lse` of `observe` on the same q and k with the same mask, bias, scale, softcap and q_offset; if that call
+    had a sink, lse knows of it, and the sums are smaller by what the sink took.
+
+    >>> out, stats = poise.observe(q, k, v, mask=poise.causal())
+    >>> poise.received(q, k, stats.lse, mask=poise.causal()).sum(-1)  # N for every head
+    """
+    problem = prepare(q, k, k, mask=mask, bias=bias, scale=scale, softcap=softcap, q_offset=q_offset, layout=layout)
+    return blockwise.received(problem, _check_lse(lse, problem, q.dim()))[(0,) * (4 - q.dim())]
+
+
+def _swapped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, H, N, D] views of [B, N, H, D] tensors."""
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _as_given(out: Tensor, rank: int, layout: Layout) -> Tensor:
+    """[B, H, N, Dv] in the caller's layout, without the dims that q left out."""
+    if layout == "bshd":
+        out = out.transpose(1, 2)
+        return out if rank == 4 else out[0] if rank == 3 else out[0, :, 0]
+    return out if rank == 4 else out[0] if rank == 3 else out[0, 0]
+
+
+def _check_lse(lse: Tensor, problem: Problem, rank: int) -> Tensor:
+    """[B, H, N] from the form that a call with q of this rank returns."""
+    if not isinstance(lse, Tensor):
+        raise TypeError(f"lse must be a tensor such as stats.lse; got {type(lse).__name__}")
+    rows = problem.shape[4 - rank : 3]
+    if tuple(lse.shape) != rows:
+        raise ValueError(
+            f"lse must hold one value per query row, {list(rows)}; got {list(lse.shape)}. "
+            "Pass the stats.lse that observe returned for these queries"
+        )
+    if lse.device != problem.q.device:
+        raise ValueError(f"lse must be on the device of q, {problem.q.device}; got {lse.device}")
+    return lse.reshape(problem.shape[:3])
+
+
+def _indices(name: str, part: slice, length: int, like: Tensor) -> Tensor:
+    """The positions that a slice selects."""
+    if not isinstance(part, slice):
+        raise TypeError(f"{name} must be a slice such as slice(0, 16); got {type(part).__name__}")
+    start, stop, step = part.indices(length)
+    return torch.arange(start, max(start, stop) if step > 0 else min(start, stop), step, device=like.device)

@@ -1,0 +1,134 @@
+"""torch's scaled_dot_product_attention by poise: its signature, its conventions, and none of its accidents.
+
+Conventions only: shapes that broadcast, a mask that may be bool or additive, causality from the top left, autocast. The
+work is op.py's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poise.dispatch import EVERYTHING, attend, is_plain
+from poise.mask import UNBOUNDED, Mask, causal, keep
+from poise.op import attention
+
+_CAUSAL = causal()
+_FROM_THE_START = (UNBOUNDED, 0, 0)  # left, right, offset
+# What an odd argument may raise on the direct way; the general way then words it, or handles it.
+_REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, same arguments, same results.
+
+    query [..., H, L, E], key [..., H, S, E], value [..., H, S, Ev], whose leading dims broadcast; with enable_gqa key
+    and value may have fewer heads that divide H. attn_mask: bool (True = may attend) or added to the scores, and
+    broadcastable to [..., H, L, S]. is_causal: query i sees keys j <= i (top left), also when L != S. scale: None for
+    1/√E.
+
+    Where torch contradicts itself, this is what it does:
+    - attn_mask and is_causal together: both hold, as in torch's fused CPU kernel (torch's documentation promises an
+      error, and its other backends raise one);
+    - a query that sees no key, whether by bools or by -inf, gives 0; finfo.min is a finite number, so a row full of it
+      gives the mean of the values;
+    - NaN or Inf in masked keys and values never reaches the output (in torch it does);
+    - dropout_p > 0 draws another mask than torch would from the same seed.
+
+    >>> poise.scaled_dot_product_attention(query, key, value, is_causal=True)
+    """
+    if attn_mask is None and attend is not None and not dropout_p:
+        try:
+            # Without enable_gqa torch lets a single key head broadcast, and refuses other ratios.
+            same_heads = enable_gqa or query.size(1) == key.size(1)
+            if same_heads and is_plain(query, key, value) and not torch.is_autocast_enabled(query.device.type):
+                band = _FROM_THE_START if is_causal else EVERYTHING
+                return attend(query, key, value, scale, *band, False)
+        except _REFUSALS:
+            pass
+    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    query, key, value = _broadcast(query, key, value, enable_gqa)
+    *lead, length, _ = query.shape
+    mask: Mask | None = _CAUSAL if is_causal else None
+    bias: Tensor | None = None
+    if attn_mask is not None:
+        _check_mask(attn_mask, query, (*lead, length, key.shape[-2]))
+        if query.dim() > 4 and attn_mask.dim() > 3:
+            attn_mask = attn_mask.expand(*lead[:-1], *attn_mask.shape[-3:]).flatten(0, -4)
+        if attn_mask.dtype is torch.bool:
+            mask = keep(attn_mask) if mask is None else keep(attn_mask) & mask
+        else:
+            bias = attn_mask
+    if query.dim() > 4:
+        query, key, value = (tensor.flatten(0, -4) for tensor in (query, key, value))
+    out = attention(query, key, value, mask=mask, bias=bias, scale=scale, dropout=dropout_p, q_offset="start")
+    return out.unflatten(0, lead[:-1]) if len(lead) > 2 else out
+
+
+def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What torch's autocast does to its own operator: every float argument but float64 takes the autocast dtype."""
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        tensor.to(dtype)
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype is not torch.float64
+        else tensor
+        for tensor in tensors
+    )
+
+
+def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Leading dims expanded to common ones, without a copy; with enable_gqa all but the heads."""
+    tensors = (query, key, value)
+    fixed = 3 if enable_gqa else 2
+    if any(tensor.dim() < fixed for tensor in tensors):
+        need = "3 dims [heads, sequence, dim] for enable_gqa=True" if enable_gqa else "2 dims [sequence, dim]"
+        raise ValueError(f"query, key and value must have at least {need}; got {_shapes(*tensors)}")
+    try:
+        lead = torch.broadcast_shapes(*(tensor.shape[:-fixed] for tensor in tensors))
+    except RuntimeError:
+        hint = "" if enable_gqa else ". For fewer key than query heads pass enable_gqa=True"
+        raise ValueError(
+            f"the leading dims of query, key and value must broadcast; got {_shapes(*tensors)}{hint}"
+        ) from None
+    query, key, value = (tensor.expand(*lead, *tensor.shape[-fixed:]) for tensor in tensors)
+    if enable_gqa and key.shape[-3] != value.shape[-3]:
+        # torch repeats keys and values each by its own factor; poise groups both alike.
+        heads = query.shape[-3]
+        if 0 in (key.shape[-3], value.shape[-3]) or heads % key.shape[-3] or heads % value.shape[-3]:
+            raise ValueError(f"the heads of key and of value must divide those of query; got {_shapes(*tensors)}")
+        key, value = (tensor.repeat_interleave(heads // tensor.shape[-3], -3) for tensor in (key, value))
+    return query, key, value
+
+
+def _check_mask(attn_mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> None:
+    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise TypeError(
+            f"attn_mask must be bool, float32 or of query's dtype {query.dtype}; got {attn_mask.dtype}. "
+            "Convert it: .bool() if it says who may attend, .to(query.dtype) if it is added to the scores"
+        )
+    fits = 2 <= attn_mask.dim() <= max(len(shape), 4) and all(
+        got in (1, want) for got, want in zip(reversed(attn_mask.shape), (*reversed(shape), 1, 1), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"attn_mask must have 2 dims or more that broadcast to {list(shape)}; got {list(attn_mask.shape)}"
+        )
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
