@@ -1,0 +1,443 @@
+// Forward attention of one block of queries, and the walk over all blocks: the kernel proper, as a sequence of steps.
+//
+// Per segment of keys and group of lanes: raw scores, finish them (scale, cap, bias, mask) where needed, move the state
+// to the new maximum, weights, accumulate. Rows whose result is not finite are computed again by exact.cpp, which
+// selects visible pairs one by one: that alone decides whether a NaN was hidden or attended. Included once per ISA.
+#pragma once
+#include "exact.h"
+#include "softmax.h"
+
+namespace poise {
+namespace {
+
+constexpr int kGroups = (kTile + kLanes - 1) / kLanes;
+constexpr int kScoreRows = kSegment + 4;
+
+POISE_INLINE int rounded_up(int64_t x, int to) { return (int)((x + to - 1) / to * to); }
+
+// Where things lie in one worker's scratch memory.
+struct Scratch {
+  char* qt[kGroups];
+  float* ot[kGroups];
+  State* state;  // [kGroups]
+  float *scores, *strip;
+  char *k, *v;
+
+  static size_t layout(const ForwardArgs& args, char* base, Scratch* out) {
+    size_t used = 0;
+    const auto take = [&](size_t bytes) {
+      char* p = base + used;
+      used += (bytes + 63) / 64 * 64;
+      return p;
+    };
+    Scratch s;
+    s.state = (State*)take(sizeof(State) * kGroups);
+    for (int g = 0; g < kGroups; ++g) s.qt[g] = take(4 * (size_t)args.Dk * kLanes);
+    for (int g = 0; g < kGroups; ++g) s.ot[g] = (float*)take(4 * (size_t)rounded_up(args.Dv, 8) * kLanes);
+    s.scores = (float*)take(4 * (size_t)kScoreRows * kLanes);
+    s.strip = (float*)take(4 * (kSegment + kTile));
+    s.k = take(4 * (size_t)kSegment * rounded_up(args.Dk, 2));
+    s.v = take(4 * (size_t)kSegment * rounded_up(args.Dv, 8));
+    if (out) *out = s;
+    return used;
+  }
+};
+
+// A chunk of keys' contribution to one block, kept until the block's other chunks are there.
+struct Partial {
+  static size_t bytes(const ForwardArgs& args) {
+    return kGroups * (sizeof(State) + 4 * (size_t)rounded_up(args.Dv, 8) * kLanes);
+  }
+};
+
+template <class Cells, bool STATS, bool FINAL>
+struct Forward {
+  const ForwardArgs& args;
+  Scratch scratch;
+  Block block;
+  int vecs[kGroups];         // lane vectors in use, per group
+  bool touched[kGroups];     // whether ot holds anything yet
+  float scale[kTile];        // per query, positive: a negative scale's sign is packed into the query
+  const char *k, *v;         // the head's first key and value
+  int k_cells, v_dims;       // contraction length of scores; dims of O^T, padded
+  bool copy_k, copy_v;
+
+  Forward(const ForwardArgs& a, char* memory) : args(a) {
+    Scratch::layout(a, memory, &scratch);
+    v_dims = rounded_up(a.Dv, 8);
+    k_cells = (int)(a.Dk + Cells::kPair - 1) / Cells::kPair;
+    copy_k = Cells::kPair == 2 ? a.Dk % 2 != 0 : a.dtype != Dtype::f32;
+    copy_v = Cells::kPair == 2 || a.dtype != Dtype::f32 || a.Dv % 8 != 0;
+  }
+
+  int groups() const { return (block.queries + kLanes - 1) / kLanes; }
+
+  void begin(int64_t b, int64_t h, int64_t first) {
+    block = make_block(args, b, h, first);
+    const int64_t kv_head = h / (args.H / args.G);
+    k = row_at(args.k, args.dtype, b, kv_head, 0);
+    v = row_at(args.v, args.dtype, b, kv_head, 0);
+    float sign[kTile];
+    for (int r = 0; r < kTile; ++r) {
+      float mine = args.scale;
+      if (args.scale_rows && r < block.queries)
+        mine = args.scale_rows[b * args.scale_b + h * args.scale_h + (first + r) * args.scale_n];
+      sign[r] = mine < 0 ? -1.0f : mine == 0 ? 0.0f : 1.0f;
+      scale[r] = mine < 0 ? -mine : mine == 0 ? 1.0f : mine;
+    }
+    for (int g = 0; g < groups(); ++g) {
+      const int queries = lesser(kLanes, block.queries - g * kLanes);
+      vecs[g] = (queries + W - 1) / W;
+      touched[g] = false;
+      reset(scratch.state[g]);
+      const char* q = row_at(args.q, args.dtype, b, h, first + g * kLanes);
+      const int64_t row = args.q.n * size_of(args.dtype);
+#if defined(__AVX512BF16__)
+      if constexpr (Cells::kPair == 2) {
+        pack_query_pairs(q, row, queries, vecs[g], (int)args.Dk, sign + g * kLanes, scratch.qt[g]);
+        continue;
+      }
+#endif
+      pack_queries(q, row, args.dtype, queries, vecs[g], (int)args.Dk, sign + g * kLanes, (float*)scratch.qt[g]);
+    }
+  }
+
+  // The keys of [from, to) into the state.
+  void attend(int64_t from, int64_t to) {
+    for_segments(args, block, from, to, [&](const Segment& segment) {
+      uint64_t words[kSegment];
+      const bool partial = visible_words(args, block, segment, words);
+      if (FINAL && (args.table || args.slopes)) fill_strip(segment);
+      const int64_t width = size_of(args.dtype);
+      const char *k_rows = k + segment.key * args.k.n * width, *v_rows = v + segment.key * args.v.n * width;
+      int64_t k_row = args.k.n * width, v_row = args.v.n * width;
+      bool copied = false;
+      for (int g = 0; g < groups(); ++g) {
+        int begin = 0, end = segment.keys;
+        const uint64_t* mine = nullptr;
+        if (partial && !narrow(words, g, begin, end, mine)) continue;
+        if (!copied) {
+          copied = true;
+          copy_rows(segment.keys, k_rows, k_row, v_rows, v_row);
+        }
+        const Piece piece = {k_rows + begin * k_row, k_row, v_rows + begin / Cells::kPair * v_row, v_row,
+                             segment.key + begin,    begin, end - begin,                           mine};
+        switch (vecs[g]) {
+          case 1: attend_group<1>(g, piece); break;
+          case 2: attend_group<2>(g, piece); break;
+          case 3: if constexpr (kGroupVecs >= 3) attend_group<3>(g, piece); break;
+          case 4: if constexpr (kGroupVecs >= 4) attend_group<4>(g, piece); break;
+        }
+      }
+    });
+  }
+
+ private:
+  // Keys for one group of lanes: [keys] rows of k and v, and who sees them (words null: everyone sees all).
+  struct Piece {
+    const char* k;
+    int64_t k_row;
+    const char* v;
+    int64_t v_row;
+    int64_t key;  // absolute index of the first
+    int begin;    // its place in the segment
+    int keys;
+    const uint64_t* words;
+  };
+
+  // Narrows [begin, end) to what the group sees at all; mine = null if it sees all of that. False: nothing.
+  bool narrow(const uint64_t* words, int g, int& begin, int& end, const uint64_t*& mine) const {
+    const int queries = lesser(kLanes, block.queries - g * kLanes);
+    const uint64_t all = (queries == 64 ? ~0ull : (1ull << queries) - 1) << (g * kLanes);
+    while (begin < end && !(words[begin] & all)) ++begin;
+    while (begin < end && !(words[end - 1] & all)) --end;
+    if (begin == end) return false;
+    begin -= begin % Cells::kPair;  // pairs of keys stay together
+    uint64_t everyone = all;
+    for (int i = begin; i < end; ++i) everyone &= words[i];
+    mine = everyone == all ? nullptr : words + begin;
+    return true;
+  }
+
+  // Storage the micro-kernels cannot read in place goes to scratch; the pointers follow.
+  void copy_rows(int keys, const char*& k_rows, int64_t& k_row, const char*& v_rows, int64_t& v_row) {
+    if (copy_k) {
+#if defined(__AVX512BF16__)
+      if constexpr (Cells::kPair == 2)
+        pad_rows(k_rows, k_row, keys, (int)args.Dk, 2 * k_cells, scratch.k);
+      else
+#endif
+        widen_rows(k_rows, k_row, args.dtype, keys, (int)args.Dk, (int)args.Dk, (float*)scratch.k);
+      k_rows = scratch.k;
+      k_row = 4 * k_cells;
+    }
+    if (copy_v) {
+#if defined(__AVX512BF16__)
+      if constexpr (Cells::kPair == 2)
+        interleave_keys(v_rows, v_row, keys, (int)args.Dv, v_dims, scratch.v);
+      else
+#endif
+        widen_rows(v_rows, v_row, args.dtype, keys, (int)args.Dv, v_dims, (float*)scratch.v);
+      v_rows = scratch.v;
+      v_row = 4 * v_dims;
+    }
+  }
+
+  // Biases that depend on j - i' only: strip[x] belongs to j - i' = (segment.key - position) + kSegment - 1 - x, so
+  // that neighbouring queries read neighbouring values.
+  void fill_strip(const Segment& segment) {
+    const int64_t first = segment.key - block.position + kSegment - 1, radius = args.table_radius;
+    const float* table = args.table ? args.table + block.h * args.table_h + radius : nullptr;
+    const float slope = args.slopes ? args.slopes[block.h] : 0.0f;
+    for (int x = 0; x < kSegment + kTile - 1; ++x) {
+      const int64_t distance = first - x;
+      float value = 0.0f;
+      if (table) value = table[distance < -radius ? -radius : distance > radius ? radius : distance];
+      if (args.slopes) value -= slope * (float)(distance < 0 ? -distance : distance);
+      scratch.strip[x] = value;
+    }
+  }
+
+  // tile[i] += bias of key + i for the queries from `query` on, one per lane. [W, W], the first `width` keys valid.
+  POISE_INLINE void add_dense(const DenseBias& bias, int query, int64_t key, int width, vf* tile) const {
+    const char* corner = (const char*)bias.data + size_of(bias.dtype) * (block.b * bias.b + block.h * bias.h +
+                                                                         (block.first + query) * bias.n + key * bias.m);
+    const int queries = block.queries - query;
+    if (bias.n == 0) {  // the same for every query
+      for (int i = 0; i < width; ++i) tile[i] += splat(element(corner, bias.dtype, i * bias.m));
+    } else if (bias.m == 1) {
+      vf rows[W];
+#pragma GCC unroll 16
+      for (int r = 0; r < W; ++r) {
+        const char* row = corner + size_of(bias.dtype) * r * bias.n;
+        rows[r] = r >= queries  ? splat(0.0f)
+                  : width == W ? elements(row, bias.dtype, 0)
+                               : some_elements(row, bias.dtype, 0, width);
+      }
+      transpose(rows);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) tile[i] += rows[i];
+    } else {
+      for (int i = 0; i < width; ++i)
+        for (int r = 0; r < W && r < queries; ++r) tile[i][r] += element(corner, bias.dtype, r * bias.n + i * bias.m);
+    }
+  }
+
+  // Raw scores to what the softmax sees: hidden ones -inf, and in FINAL mode scaled, capped and biased.
+  template <int N>
+  void finish(int g, const Piece& piece, vf* top) {
+    const int lane0 = g * kLanes;
+    float* s = scratch.scores;
+    for (int j = 0; j < N; ++j) top[j] = splat(-kInf);
+    if constexpr (!FINAL) {
+      for (int i = 0; i < piece.keys; ++i)
+        for (int j = 0; j < N; ++j) {
+          float* at = s + i * kLanes + j * W;
+          const vf score = select(mask_of(piece.words[i] >> (lane0 + j * W)), load(at), splat(-kInf));
+          store(at, score);
+          top[j] = vmax(score, top[j]);
+        }
+      return;
+    }
+    const vf cap = splat(args.softcap), uncap = splat(args.softcap != 0.0f ? 1.0f / args.softcap : 0.0f);
+    const float* strip = args.table || args.slopes ? scratch.strip + kSegment - 1 - piece.begin + lane0 : nullptr;
+    State& state = scratch.state[g];
+    for (int i = 0; i < piece.keys; i += W) {
+      const int width = lesser(W, piece.keys - i);
+      for (int j = 0; j < N; ++j) {
+        vf bias[W];
+#pragma GCC unroll 16
+        for (int r = 0; r < W; ++r) bias[r] = splat(0.0f);
+        for (int n = 0; n < args.num_biases; ++n)
+          add_dense(args.biases[n], lane0 + j * W, piece.key + i, width, bias);
+        const vf factor = load(scale + lane0 + j * W);
+        vf largest = top[j], largest_logit = state.top_logit[j];
+        for (int r = 0; r < width; ++r) {
+          float* at = s + (i + r) * kLanes + j * W;
+          const vf logit = load(at) * factor;
+          vf score = logit;
+          if (args.softcap != 0.0f) score = cap * tanh_of(logit * uncap);
+          score += bias[r];
+          if (strip) score += load(strip - (i + r) + j * W);
+          if (piece.words) score = select(mask_of(piece.words[i + r] >> (lane0 + j * W)), score, splat(-kInf));
+          store(at, score);
+          largest = vmax(score, largest);
+          if (STATS)
+            largest_logit = vmax(select(equal(score, splat(-kInf)), splat(-kInf), logit), largest_logit);
+        }
+        top[j] = largest;
+        state.top_logit[j] = largest_logit;
+      }
+    }
+  }
+
+  template <int N>
+  __attribute__((noinline)) void attend_group(int g, const Piece& piece) {
+    State& state = scratch.state[g];
+    float* s = scratch.scores;
+    vf top[N];
+    for (int j = 0; j < N; ++j) top[j] = splat(-kInf);
+    score_rows<Cells, N>(piece.k, piece.k_row, piece.keys, scratch.qt[g], k_cells, s, top);
+    if (FINAL || piece.words) finish<N>(g, piece, top);
+    const bool odd = piece.keys % Cells::kPair != 0;
+    if (odd)
+      for (int j = 0; j < N; ++j) store(s + piece.keys * kLanes + j * W, splat(-kInf));
+    const int rows = rounded_up(piece.keys, Cells::kPair);
+    const bool masked = STATS && (FINAL || piece.words || odd);
+
+    vf alpha[N];
+    for (int j = 0; j < N; ++j) {
+      const vf slope = load(scale + g * kLanes + j * W) * splat(kLog2e);
+      top[j] = vmax(top[j], state.top[j]);
+      const vf reference = FINAL ? top[j] : top[j] * slope;
+      const vf intercept = zero_if_empty(reference), move = state.reference[j] - intercept;
+      alpha[j] = exp2_of(FINAL ? move * splat(kLog2e) : move);
+      if (STATS) add_sink_keys(g, j, piece, slope, intercept, alpha[j]);
+      const Added added = masked ? weights<Cells, STATS, true, FINAL>(s + j * W, rows, slope, intercept)
+                                 : weights<Cells, STATS, false, FINAL>(s + j * W, rows, slope, intercept);
+      if (STATS)
+        merge_moments(state, j, alpha[j], select(equal(state.reference[j], splat(-kInf)), splat(0.0f), move), added);
+      state.sum[j] = alpha[j] * state.sum[j] + added.sum;
+      state.top[j] = top[j];
+      state.reference[j] = reference;
+    }
+    accumulate<Cells, N>(piece.v, piece.v_row, v_dims, (const char*)s, rows / Cells::kPair, scratch.ot[g], alpha,
+                         !touched[g]);
+    touched[g] = true;
+  }
+
+  POISE_INLINE void add_sink_keys(int g, int j, const Piece& piece, vf slope, vf intercept, vf alpha) {
+    vf added = splat(0.0f);
+    for (int64_t i = 0; i < args.num_sink_keys; ++i) {
+      const int64_t row = args.sink_keys[i] - piece.key;
+      if (row < 0 || row >= piece.keys) continue;
+      const vf score = load(scratch.scores + row * kLanes + j * W);
+      added += exp2_of(FINAL ? (score - intercept) * splat(kLog2e) : score * slope - intercept);
+    }
+    vf& sum = scratch.state[g].sink_sum[j];
+    sum = alpha * sum + added;
+  }
+
+ public:
+  // --- Chunks of keys: save what this worker has, and join what others saved ---
+  void save(char* to) {
+    for (int g = 0; g < groups(); ++g) {
+      if (!touched[g]) memset(scratch.ot[g], 0, 4 * (size_t)v_dims * kLanes);
+      memcpy(to, &scratch.state[g], sizeof(State));
+      memcpy(to + sizeof(State), scratch.ot[g], 4 * (size_t)v_dims * kLanes);
+      to += sizeof(State) + 4 * (size_t)v_dims * kLanes;
+    }
+  }
+
+  void join(const char* from) {
+    for (int g = 0; g < groups(); ++g) {
+      State& mine = scratch.state[g];
+      State other;
+      memcpy(&other, from, sizeof(State));
+      const float* ot = (const float*)(from + sizeof(State));
+      from += sizeof(State) + 4 * (size_t)v_dims * kLanes;
+      for (int j = 0; j < vecs[g]; ++j) {
+        const vf reference = vmax(mine.reference[j], other.reference[j]), safe = zero_if_empty(reference);
+        const vf empty = splat(-kInf), zero = splat(0.0f), unit = splat(FINAL ? kLog2e : 1.0f);
+        const vf move = mine.reference[j] - safe, other_move = other.reference[j] - safe;
+        const vf alpha = exp2_of(move * unit), other_alpha = exp2_of(other_move * unit);
+        if (STATS) {
+          const vf by = select(equal(other.reference[j], empty), zero, other_move);
+          const Added added = {zero,
+                               other_alpha * (other.sum_t[j] + by * other.sum[j]),
+                               other_alpha * (other.sum_tt[j] + by * (other.sum_t[j] + other.sum_t[j] + by * other.sum[j])),
+                               other_alpha * other_alpha * other.squares[j],
+                               other.count[j],
+                               other.mean[j] + by,
+                               other.deviation[j],
+                               other.low[j]};
+          merge_moments(mine, j, alpha, select(equal(mine.reference[j], empty), zero, move), added);
+          mine.top_logit[j] = vmax(other.top_logit[j], mine.top_logit[j]);
+          mine.sink_sum[j] = alpha * mine.sink_sum[j] + other_alpha * other.sink_sum[j];
+        }
+        mine.sum[j] = alpha * mine.sum[j] + other_alpha * other.sum[j];
+        mine.top[j] = vmax(other.top[j], mine.top[j]);
+        mine.reference[j] = reference;
+        for (int d = 0; d < v_dims; ++d) {
+          float* o = scratch.ot[g] + d * kLanes + j * W;
+          const vf theirs = load(ot + d * kLanes + j * W) * other_alpha;
+          store(o, touched[g] ? load(o) * alpha + theirs : theirs);
+        }
+      }
+      touched[g] = true;
+    }
+  }
+
+  // --- The state becomes the output and the statistics ---
+  void finish_block() {
+    uint64_t bad = 0;
+    for (int g = 0; g < groups(); ++g) {
+      State& state = scratch.state[g];
+      if (!touched[g]) memset(scratch.ot[g], 0, 4 * (size_t)v_dims * kLanes);
+      const int queries = lesser(kLanes, block.queries - g * kLanes);
+      vf inverse[kGroupVecs];
+      uint64_t mine = 0;
+      for (int j = 0; j < vecs[g]; ++j) {
+        inverse[j] = normaliser(state, j);
+        mine |= (uint64_t)(bits_of(equal(state.sum[j] - state.sum[j], splat(0.0f))) ^ ((1u << W) - 1)) << (j * W);
+      }
+      char* out = (char*)row_at(args.out, args.dtype, block.b, block.h, block.first + g * kLanes);
+      mine |= unpack_output(scratch.ot[g], queries, vecs[g], (int)args.Dv, inverse, out,
+                            args.out.n * size_of(args.dtype), args.dtype);
+      if (STATS)
+        for (int j = 0; j < vecs[g]; ++j) write_stats(g, j);
+      bad |= (mine & (queries == 64 ? ~0ull : (1ull << queries) - 1)) << (g * kLanes);
+    }
+    if (bad) exact_rows(args, block.b, block.h, block.first, bad);
+  }
+
+ private:
+  // What to multiply O by: 1 / sum, the sink counted in; 0 for a row that sees nothing.
+  vf normaliser(const State& state, int j) const {
+    const vf zero = splat(0.0f), sum = state.sum[j];
+    if (!args.sink) return select(equal(sum, zero), zero, splat(1.0f) / sum);
+    const float unit = FINAL ? kLog2e : 1.0f;
+    const vf sink = splat(FINAL ? args.sink[block.h] : args.sink[block.h] * kLog2e);
+    const vf larger = zero_if_empty(vmax(sink, state.reference[j]));
+    const vf alpha = exp2_of((state.reference[j] - larger) * splat(unit));
+    const vf total = sum * alpha + exp2_of((sink - larger) * splat(unit));
+    return select(equal(sum, zero), zero, alpha / total);
+  }
+
+  void write_stats(int g, int j) const {
+    const State& state = scratch.state[g];
+    const vf zero = splat(0.0f), one = splat(1.0f), unit = splat(FINAL ? 1.0f : kLn2);
+    const vf factor = load(scale + g * kLanes + j * W);
+    const vmask empty = equal(state.count[j], zero);
+    const vf sum = select(equal(state.sum[j], zero), one, state.sum[j]), count = select(empty, one, state.count[j]);
+    const vf top = FINAL ? state.top[j] : state.top[j] * factor;
+    // The reference is the rounded top; by how much it is off is known exactly.
+    const vf off = FINAL ? zero : select(empty, zero, -(state.top[j] * (factor * splat(kLog2e)) - state.reference[j]));
+    const vf mean_t = state.sum_t[j] / sum;
+    vf value[kFields];
+    value[kLogSum] = vmax(log_of(sum) + off * unit, zero);
+    value[kMaxScore] = top;
+    value[kMaxLogit] = FINAL ? state.top_logit[j] : top;
+    value[kMinScore] = FINAL ? state.low[j] : state.low[j] * factor;
+    value[kMean] = FINAL ? state.reference[j] + state.mean[j] : (state.reference[j] + state.mean[j]) * unit;
+    value[kVar] = state.deviation[j] / count * unit * unit;
+    value[kCount] = state.count[j];
+    value[kShift] = vmin((mean_t + off) * unit, zero);
+    value[kVarP] = vmax(state.sum_tt[j] / sum - mean_t * mean_t, zero) * unit * unit;
+    value[kCollision] = state.squares[j] / (sum * sum);
+    value[kSinkMass] = state.sink_sum[j] / sum;
+    static const Field zero_when_empty[] = {kLogSum, kMean, kVar, kShift, kVarP, kCollision, kSinkMass};
+    for (Field field : zero_when_empty) value[field] = select(empty, zero, value[field]);
+    const int first = g * kLanes + j * W, mine = lesser(W, block.queries - first);
+    float* to = args.stats + (block.b * args.H + block.h) * args.N + block.first + first;
+    for (int field = 0; field < kFields; ++field, to += args.B * args.H * args.N) {
+      if (mine == W)
+        store(to, value[field]);
+      else
+        memcpy(to, &value[field], 4 * mine);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace poise

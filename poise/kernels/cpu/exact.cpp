@@ -1,0 +1,131 @@
+// See exact.h. Compiled once, without special instructions: rare rows, and the arithmetic of the definition.
+#include "exact.h"
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "tile.h"
+#include "visible.h"
+
+namespace poise {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+struct Key {
+  int64_t index;
+  double logit, score;
+};
+
+double bias_of(const ForwardArgs& args, const Block& block, int64_t i, int64_t j) {
+  double bias = 0.0;
+  for (int n = 0; n < args.num_biases; ++n) {
+    const DenseBias& dense = args.biases[n];
+    bias += element((const char*)dense.data, dense.dtype,
+                    block.b * dense.b + block.h * dense.h + i * dense.n + j * dense.m);
+  }
+  const int64_t distance = j - (block.position + i - block.first);
+  if (args.table) {
+    const int64_t radius = args.table_radius;
+    bias += args.table[block.h * args.table_h + lesser(greater(distance, -radius), radius) + radius];
+  }
+  if (args.slopes) bias -= (double)args.slopes[block.h] * (double)(distance < 0 ? -distance : distance);
+  return bias;
+}
+
+// The keys that query i sees; a score of -inf that a bias made counts as hidden.
+std::vector<Key> visible_keys(const ForwardArgs& args, const Block& block, int64_t i) {
+  std::vector<Key> keys;
+  const int r = (int)(i - block.first);
+  const int64_t kv_head = block.h / (args.H / args.G);
+  const char* q = row_at(args.q, args.dtype, block.b, block.h, i);
+  double scale = args.scale;
+  if (args.scale_rows) scale = args.scale_rows[block.b * args.scale_b + block.h * args.scale_h + i * args.scale_n];
+  for_segments(args, block, 0, args.M, [&](const Segment& segment) {
+    uint64_t words[kSegment];
+    const bool partial = visible_words(args, block, segment, words);
+    for (int n = 0; n < segment.keys; ++n) {
+      if (partial && !(words[n] >> r & 1)) continue;
+      const int64_t j = segment.key + n;
+      const double bias = bias_of(args, block, i, j);
+      if (bias == -kInfinity) continue;
+      const char* k = row_at(args.k, args.dtype, block.b, kv_head, j);
+      double dot = 0.0;
+      for (int64_t d = 0; d < args.Dk; ++d) dot += (double)element(q, args.dtype, d) * element(k, args.dtype, d);
+      const double logit = scale * dot;
+      const double cap = args.softcap;
+      keys.push_back({j, logit, (cap != 0.0 ? cap * std::tanh(logit / cap) : logit) + bias});
+    }
+  });
+  return keys;
+}
+
+// max or min that lets a NaN show.
+void widen(double& extreme, double x, bool up) {
+  if (x != x || (up ? x > extreme : x < extreme)) extreme = x;
+}
+
+void write_row(const ForwardArgs& args, const Block& block, int64_t i) {
+  const std::vector<Key> keys = visible_keys(args, block, i);
+  const int64_t kv_head = block.h / (args.H / args.G), n = (int64_t)keys.size();
+  double top = -kInfinity, low = kInfinity, top_logit = -kInfinity, mean = 0.0;
+  for (const Key& key : keys) {
+    if (top == top) widen(top, key.score, true);
+    if (low == low) widen(low, key.score, false);
+    if (top_logit == top_logit) widen(top_logit, key.logit, true);
+    mean += key.score / (double)n;
+  }
+  // Relative to the largest score; a row of visible -inf scores has no largest, and no weights: NaN, as in IEEE.
+  double sum = 0.0, shift = 0.0, shift_square = 0.0, squares = 0.0, deviation = 0.0, sink_sum = 0.0;
+  std::vector<double> weight(keys.size());
+  for (size_t n_key = 0; n_key < keys.size(); ++n_key) {
+    const double t = keys[n_key].score - top, w = std::exp(t);
+    weight[n_key] = w;
+    sum += w;
+    if (w != 0.0) {
+      shift += w * t;
+      shift_square += w * t * t;
+      squares += w * w;
+    }
+    deviation += (keys[n_key].score - mean) * (keys[n_key].score - mean);
+    for (int64_t s = 0; s < args.num_sink_keys; ++s)
+      if (args.sink_keys[s] == keys[n_key].index) sink_sum += w;
+  }
+  const double total = args.sink ? sum + std::exp((double)args.sink[block.h] - top) : sum;
+
+  char* out = (char*)row_at(args.out, args.dtype, block.b, block.h, i);
+  for (int64_t d = 0; d < args.Dv; ++d) {
+    double o = 0.0;
+    for (size_t n_key = 0; n_key < keys.size(); ++n_key)
+      o += weight[n_key] / total * element(row_at(args.v, args.dtype, block.b, kv_head, keys[n_key].index), args.dtype, d);
+    if (args.dtype == Dtype::f32)
+      ((float*)out)[d] = (float)o;
+    else
+      ((uint16_t*)out)[d] = args.dtype == Dtype::bf16 ? bf16_of((float)o) : f16_of((float)o);
+  }
+  if (!args.stats) return;
+  double value[kFields] = {0.0, top, top_logit, low, 0.0, 0.0, (double)n, 0.0, 0.0, 0.0, 0.0};
+  if (n) {
+    const double mean_t = shift / sum, spread = shift_square / sum - mean_t * mean_t;
+    value[kLogSum] = std::log(sum);
+    value[kMean] = mean;
+    value[kVar] = deviation / (double)n;
+    value[kShift] = mean_t;
+    value[kVarP] = spread < 0.0 ? 0.0 : spread;
+    value[kCollision] = squares / (sum * sum);
+    value[kSinkMass] = sink_sum / sum;
+  }
+  float* to = args.stats + (block.b * args.H + block.h) * args.N + i;
+  for (int field = 0; field < kFields; ++field) to[field * args.B * args.H * args.N] = (float)value[field];
+}
+
+}  // namespace
+
+void exact_rows(const ForwardArgs& args, int64_t b, int64_t h, int64_t first, uint64_t rows) {
+  const Block block = make_block(args, b, h, first);
+  for (int r = 0; r < block.queries; ++r)
+    if (rows >> r & 1) write_row(args, block, first + r);
+}
+
+}  // namespace poise

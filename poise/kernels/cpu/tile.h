@@ -1,0 +1,258 @@
+// The matrix work: micro-kernels of broadcast rows times vectors, and the packing that feeds them.
+//
+// Scores are computed transposed, S^T = K Q^T, and so is the output, O^T = V^T P^T: queries lie in the vector lanes, so
+// that all softmax work is vertical. Only the queries (and bf16 values, by pairs) are repacked; keys and values are
+// broadcast from where they lie unless their storage needs conversion. Knows no masks and no softmax.
+#pragma once
+#include "forward.h"
+#include "vec.h"
+
+namespace poise {
+namespace {
+
+constexpr int kLanes = W * kGroupVecs;  // queries in a group: the row length of packed queries, scores and outputs
+
+// sum[i][j] += over c < count of a(i, c) * b[c][j]: a's cells lie at a + i * step_i + c * step_c (bytes), b's rows of
+// kLanes cells follow each other. The one inner loop of the project.
+template <class Cells, int M, int N>
+POISE_INLINE void multiply(vf (&sum)[M][N], const char* a, ptrdiff_t step_i, ptrdiff_t step_c, const char* b,
+                           int count) {
+  for (int c = 0; c < count; ++c) {
+    typename Cells::vec row[N];
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) row[j] = Cells::row(b + j * W * 4);
+#pragma GCC unroll 16
+    for (int i = 0; i < M; ++i) {
+      const auto cell = Cells::cell(a + i * step_i);
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) sum[i][j] = Cells::dot(sum[i][j], cell, row[j]);
+    }
+    a += step_c;
+    b += kLanes * 4;
+  }
+}
+
+template <int M, int N>
+POISE_INLINE void clear(vf (&sum)[M][N]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) sum[i][j] = splat(0.0f);
+}
+
+// Raw scores of keys [0, M): S^T [M, kLanes], and their running maximum per lane.
+template <class Cells, int M, int N>
+POISE_INLINE void score_tile(const char* k, ptrdiff_t k_row, const char* qt, int cells, float* s, vf* top) {
+  vf sum[M][N];
+  clear(sum);
+  multiply<Cells, M, N>(sum, k, k_row, 4, qt, cells);
+#pragma GCC unroll 8
+  for (int j = 0; j < N; ++j) {
+    vf largest = top[j];
+#pragma GCC unroll 16
+    for (int i = 0; i < M; ++i) {
+      largest = vmax(sum[i][j], largest);
+      store(s + i * kLanes + j * W, sum[i][j]);
+    }
+    top[j] = largest;
+  }
+}
+
+// Raw scores of `keys` keys. A tail is computed as a whole tile that overlaps the last one: the same sums again.
+template <class Cells, int N>
+POISE_INLINE void score_rows(const char* k, ptrdiff_t k_row, int keys, const char* qt, int cells, float* s, vf* top) {
+  int i = 0;
+  for (; i + kTileRows <= keys; i += kTileRows)
+    score_tile<Cells, kTileRows, N>(k + i * k_row, k_row, qt, cells, s + i * kLanes, top);
+  if (i < keys && keys >= kTileRows) {
+    i = keys - kTileRows;
+    score_tile<Cells, kTileRows, N>(k + i * k_row, k_row, qt, cells, s + i * kLanes, top);
+    return;
+  }
+  for (; i < keys; ++i) score_tile<Cells, 1, N>(k + i * k_row, k_row, qt, cells, s + i * kLanes, top);
+}
+
+// O^T [dims, kLanes] = alpha * O^T + V^T P^T, or V^T P^T alone when fresh. dims is a multiple of kTileRows.
+template <class Cells, int N>
+POISE_INLINE void accumulate(const char* v, ptrdiff_t v_row, int dims, const char* p, int cells, float* ot,
+                             const vf* alpha, bool fresh) {
+  for (int d = 0; d < dims; d += kTileRows) {
+    vf sum[kTileRows][N];
+    clear(sum);
+    multiply<Cells, kTileRows, N>(sum, v + d * 4, 4, v_row, p, cells);
+    float* o = ot + d * kLanes;
+    if (fresh) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kTileRows; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; ++j) store(o + i * kLanes + j * W, sum[i][j]);
+    } else {
+#pragma GCC unroll 16
+      for (int i = 0; i < kTileRows; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; ++j)
+          store(o + i * kLanes + j * W, sum[i][j] + load(o + i * kLanes + j * W) * alpha[j]);
+    }
+  }
+}
+
+// --- Storage to floats and back ---
+POISE_INLINE int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+
+POISE_INLINE const char* row_at(const Rows& rows, Dtype dtype, int64_t b, int64_t h, int64_t n) {
+  return (const char*)rows.data + (b * rows.b + h * rows.h + n * rows.n) * size_of(dtype);
+}
+
+POISE_INLINE float element(const char* row, Dtype dtype, int64_t i) {
+  if (dtype == Dtype::f32) return ((const float*)row)[i];
+  const uint16_t x = ((const uint16_t*)row)[i];
+  return dtype == Dtype::bf16 ? float_of_bf16(x) : float_of_f16(x);
+}
+
+POISE_INLINE vf elements(const char* row, Dtype dtype, int64_t i) {
+  if (dtype == Dtype::f32) return load((const float*)row + i);
+  const uint16_t* p = (const uint16_t*)row + i;
+  return dtype == Dtype::bf16 ? load_bf16(p) : load_f16(p);
+}
+
+POISE_INLINE vf some_elements(const char* row, Dtype dtype, int64_t i, int count) {
+  vf x = splat(0.0f);
+  for (int lane = 0; lane < count; ++lane) x[lane] = element(row, dtype, i + lane);
+  return x;
+}
+
+// Rows to rows of floats, `wide` floats apart, zero beyond `dims`: for storage the micro-kernels cannot broadcast from.
+inline void widen_rows(const char* from, int64_t row_bytes, Dtype dtype, int rows, int dims, int wide, float* to) {
+  for (int r = 0; r < rows; ++r, from += row_bytes, to += wide) {
+    int d = 0;
+    for (; d + W <= dims; d += W) store(to + d, elements(from, dtype, d));
+    for (; d < dims; ++d) to[d] = element(from, dtype, d);
+    for (; d < wide; ++d) to[d] = 0.0f;
+  }
+}
+
+// Queries into lanes: qt [dims, kLanes] for `vecs` vectors; lanes from `queries` on are zero; row r times sign[r].
+inline void pack_queries(const char* q, int64_t row_bytes, Dtype dtype, int queries, int vecs, int dims,
+                         const float* sign, float* qt) {
+  for (int j = 0; j < vecs; ++j) {
+    const int mine = queries - j * W;
+    int d = 0;
+    for (; d < dims; d += W) {
+      vf tile[W];
+      const int width = dims - d < W ? dims - d : W;
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) {
+        const char* row = q + (j * W + i) * row_bytes;
+        tile[i] = i >= mine ? splat(0.0f)
+                            : (width == W ? elements(row, dtype, d) : some_elements(row, dtype, d, width)) *
+                                  splat(sign[j * W + i]);
+      }
+      transpose(tile);
+      for (int i = 0; i < width; ++i) store(qt + (d + i) * kLanes + j * W, tile[i]);
+    }
+  }
+}
+
+// O^T times `inverse` per lane, back into rows. Lanes whose result is not finite are added to the bits returned.
+inline uint64_t unpack_output(const float* ot, int queries, int vecs, int dims, const vf* inverse, char* out,
+                              int64_t row_bytes, Dtype dtype) {
+  uint64_t bad = 0;
+  for (int j = 0; j < vecs; ++j) {
+    const int mine = queries - j * W;
+    vf taint = splat(0.0f);
+    for (int d = 0; d < dims; d += W) {
+      vf tile[W];
+      const int width = dims - d < W ? dims - d : W;
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) {
+        tile[i] = i < width ? load(ot + (d + i) * kLanes + j * W) * inverse[j] : splat(0.0f);
+        taint += tile[i] - tile[i];  // NaN from the first infinity or NaN on
+      }
+      transpose(tile);
+      for (int i = 0; i < W && i < mine; ++i) {
+        char* row = out + (j * W + i) * row_bytes;
+        if (width == W) {
+          if (dtype == Dtype::f32)
+            store((float*)row + d, tile[i]);
+          else if (dtype == Dtype::bf16)
+            store_bf16((uint16_t*)row + d, tile[i]);
+          else
+            store_f16((uint16_t*)row + d, tile[i]);
+        } else {
+          for (int lane = 0; lane < width; ++lane) {
+            if (dtype == Dtype::f32)
+              ((float*)row)[d + lane] = tile[i][lane];
+            else
+              ((uint16_t*)row)[d + lane] = dtype == Dtype::bf16 ? bf16_of(tile[i][lane]) : f16_of(tile[i][lane]);
+          }
+        }
+      }
+    }
+    bad |= (uint64_t)(bits_of(equal(taint, splat(0.0f))) ^ ((1u << W) - 1)) << (j * W);
+  }
+  return bad;
+}
+
+#if defined(__AVX512BF16__)
+// The same for pairs of bf16: cells hold two neighbours along the contraction, so that one dot product adds both.
+
+// qt [ceil(dims / 2), kLanes] cells.
+inline void pack_query_pairs(const char* q, int64_t row_bytes, int queries, int vecs, int dims, const float* sign,
+                             char* qt) {
+  const int cells = (dims + 1) / 2;
+  for (int j = 0; j < vecs; ++j) {
+    const int mine = queries - j * W;
+    for (int c = 0; c < cells; c += W) {
+      vf tile[W];
+      const int values = 2 * c + 2 * W <= dims ? 2 * W : dims - 2 * c;
+      const __mmask32 in = values >= 32 ? ~0u : (1u << values) - 1;
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) {
+        __m512i x = _mm512_setzero_si512();
+        if (i < mine) {
+          x = _mm512_maskz_loadu_epi16(in, q + (j * W + i) * row_bytes + 4 * c);
+          if (sign[j * W + i] != 1.0f) {  // -1, or 0 (which must keep NaN)
+            const vf even = (vf)_mm512_slli_epi32(x, 16) * splat(sign[j * W + i]);
+            const vf odd = (vf)_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)) * splat(sign[j * W + i]);
+            x = _mm512_or_si512(_mm512_srli_epi32((__m512i)even, 16), (__m512i)odd);
+          }
+        }
+        tile[i] = (vf)x;
+      }
+      transpose(tile);
+      for (int i = 0; i < W && c + i < cells; ++i) store(qt + ((c + i) * kLanes + j * W) * 4, tile[i]);
+    }
+  }
+}
+
+// Values of two keys interleaved: to [ceil(keys / 2), wide] cells, zero beyond the last key and beyond `dims`.
+inline void interleave_keys(const char* v, int64_t row_bytes, int keys, int dims, int wide, char* to) {
+  alignas(64) static const uint16_t first[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i low = _mm512_load_si512(first), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  for (int k = 0; k < keys; k += 2, v += 2 * row_bytes, to += wide * 4) {
+    for (int d = 0; d < wide; d += 32) {
+      const int values = dims - d < 32 ? dims - d : 32, cells = wide - d < 32 ? wide - d : 32;
+      const __mmask32 in = values >= 32 ? ~0u : (1u << values) - 1;
+      const __m512i a = _mm512_maskz_loadu_epi16(in, v + 2 * d);
+      const __m512i b = k + 1 < keys ? _mm512_maskz_loadu_epi16(in, v + row_bytes + 2 * d) : _mm512_setzero_si512();
+      _mm512_mask_storeu_epi32(to + 4 * d, cells >= 16 ? 0xffff : (1u << cells) - 1,
+                               _mm512_permutex2var_epi16(a, low, b));
+      if (cells > 16)
+        _mm512_mask_storeu_epi32(to + 4 * d + 64, cells >= 32 ? 0xffff : (1u << (cells - 16)) - 1,
+                                 _mm512_permutex2var_epi16(a, high, b));
+    }
+  }
+}
+
+// Rows to rows `wide` values apart, zero beyond `dims`: for odd head dims, whose last pair would run into the next row.
+inline void pad_rows(const char* from, int64_t row_bytes, int rows, int dims, int wide, char* to) {
+  for (int r = 0; r < rows; ++r, from += row_bytes, to += 2 * wide) {
+    memcpy(to, from, 2 * dims);
+    memset(to + 2 * dims, 0, 2 * (wide - dims));
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace poise
