@@ -1,150 +1,67 @@
-"""Who may see whom: a small algebra of frozen mask objects.
+"""Who may see whom: the named masks and the functions that build them.
 
-A mask answers one question, `evaluate(rows, keys, offset, shape)`: which of these keys may each of these query rows
-attend to? That dense answer is the definition; `plan.py` turns the same objects into plain data for kernels and must
-never disagree with it. Masks join with `&`, `|` and `~`; a bool tensor may stand for `keep(tensor)` on either side.
+Masks are frozen objects that join with `&`, `|` and `~`; a bool tensor may stand for `keep(tensor)` on either side.
+What speaks of positions (window, documents, ...) uses i' = i + offset; a dense tensor is indexed by the raw i. Masks
+built from Python numbers compare and hash by value, so that their lowering can be cached; masks that hold a caller's
+tensor are equal only to themselves and can't be hashed.
 
-Query row i sits at key position i' = i + offset. What speaks of positions (window, documents, ...) uses i'; a dense
-tensor (`keep`) is indexed by the raw i. Masks built from Python numbers compare and hash by value, so that their
-lowering can be cached; masks that hold a caller's tensor are equal only to themselves and can't be hashed.
-
-No scores, no kernels and no lowering here.
+The algebra itself is in algebra.py, lowering in plan.py.
 """
 
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
 
-UNBOUNDED = 1 << 40  # "no limit" on one side of a window; the kernels' kUnbounded
+from poise.algebra import (
+    UNBOUNDED,
+    And,
+    Keep,
+    Lowered,
+    Mask,
+    Not,
+    Offset,
+    Or,
+    Shape,
+    as_mask,
+    check_device,
+    freeze,
+    keep,
+    positions,
+)
 
-Shape = tuple[int, int, int, int]  # B, H, N, M
-Offset = int | Tensor  # i' = i + offset: an int, or int64 [B]
-
-
-class Mask(ABC):
-    """A set of visible (query, key) pairs; built with `causal()`, `window()`, ..., and never subclassed elsewhere."""
-
-    __slots__ = ()
-    key: Hashable | None  # the value this mask compares and hashes by; None when it holds a caller's tensor
-    positional: bool  # whether i' matters, so that q_offset must be known when N != M
-
-    @abstractmethod
-    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
-        """The dense answer for some rows and keys (int64 [n], [m]): bool [B|1, H|1, n, m], maybe an expanded view."""
-
-    @abstractmethod
-    def validate(self, shape: Shape, device: torch.device) -> None:
-        """Raises ValueError when this mask can't belong to a call of this shape and device."""
-
-    def lower(
-        self, q_len: int, k_len: int, batch: int = 1, heads: int = 1, q_offset: int | Tensor | str | None = None
-    ) -> Lowered:
-        """Lowers once what would otherwise be lowered per call; `mask=` accepts the result.
-
-        A mask lowered for batch = 1 (heads = 1) serves any batch (any number of heads). Tensors inside the mask are
-        read now: later changes to them are not seen.
-        """
-        offset: Offset
-        if q_offset is None:
-            if self.positional and q_len != k_len:
-                raise ValueError(
-                    f"q_offset: this mask depends on positions, and q_len = {q_len} differs from k_len = {k_len}: "
-                    'pass q_offset="start" (0) or "end" (k_len - q_len), an int, or a tensor [B]'
-                )
-            offset = 0
-        elif isinstance(q_offset, str):
-            if q_offset not in ("start", "end"):
-                raise ValueError(f'q_offset: got {q_offset!r}: pass "start", "end", an int, or a tensor [B]')
-            offset = 0 if q_offset == "start" else k_len - q_len
-        else:
-            offset = q_offset
-        if isinstance(offset, Tensor) and offset.shape != (batch,):
-            raise ValueError(
-                f"q_offset: got shape {tuple(offset.shape)} for a batch of {batch}: pass one per sequence, [B]"
-            )
-        if _lowering is None:
-            raise RuntimeError("mask.lower() needs poise.plan to be imported, as `import poise` does")
-        shape = (batch, heads, q_len, k_len)
-        self.validate(shape, torch.device("cpu"))
-        return Lowered(self, shape, offset, _lowering(self, shape, offset))
-
-    def __and__(self, other: Mask | Tensor) -> Mask:
-        return _join(And, self, other)
-
-    def __rand__(self, other: Mask | Tensor) -> Mask:
-        return _join(And, other, self)
-
-    def __or__(self, other: Mask | Tensor) -> Mask:
-        return _join(Or, self, other)
-
-    def __ror__(self, other: Mask | Tensor) -> Mask:
-        return _join(Or, other, self)
-
-    def __invert__(self) -> Mask:
-        return self.mask if isinstance(self, Not) else Not(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Mask) and self.key is not None and self.key == other.key)
-
-    def __hash__(self) -> int:
-        if self.key is None:
-            raise TypeError(f"{type(self).__name__} holds a tensor and can't be hashed; build it from Python numbers")
-        return hash(self.key)
-
-    def __bool__(self) -> bool:
-        raise TypeError("a mask has no truth value: join masks with &, | and ~, not with and, or, not")
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # Reached by `tensor & mask`: without it torch raises before Python tries __rand__.
-        join = {"__and__": And, "__or__": Or}.get(getattr(func, "__name__", ""))
-        return NotImplemented if join is None else _join(join, *args)
-
-
-_lowering: Callable[[Mask, Shape, Offset], object] | None = None
-
-
-def install_lowering(function: Callable[[Mask, Shape, Offset], object]) -> None:
-    """Called once by plan.py, which sits above this module and so can't be imported from it."""
-    global _lowering
-    _lowering = function
-
-
-def as_mask(mask: Mask | Tensor) -> Mask:
-    """A mask as given, or a bool tensor wrapped by `keep`."""
-    if isinstance(mask, Mask):
-        return mask
-    if isinstance(mask, Tensor):
-        return keep(mask)
-    raise TypeError(f"mask: expected a mask object or a bool tensor, got {type(mask).__name__}")
-
-
-def _join(kind: type[_Joined], *operands: Mask | Tensor) -> Mask:
-    flat: list[Mask] = []
-    for operand in map(as_mask, operands):
-        flat.extend(operand.masks if isinstance(operand, kind) else (operand,))
-    return kind(tuple(flat))
-
-
-def positions(rows: Tensor, offset: Offset) -> Tensor:
-    """i' of each row: [B|1, n]."""
-    if isinstance(offset, Tensor):
-        return rows + offset.to(rows.device)[:, None]
-    return (rows + offset)[None]
-
-
-def _set(mask: Mask, name: str, value: object) -> None:
-    object.__setattr__(mask, name, value)
+__all__ = [
+    "UNBOUNDED",
+    "And",
+    "Blocks",
+    "Dilated",
+    "Documents",
+    "GlobalTokens",
+    "Keep",
+    "Lengths",
+    "Lowered",
+    "Mask",
+    "Not",
+    "Offset",
+    "Or",
+    "Shape",
+    "Window",
+    "as_mask",
+    "blocks",
+    "causal",
+    "dilated",
+    "documents",
+    "global_tokens",
+    "keep",
+    "lengths",
+    "positions",
+    "prefix",
+    "window",
+]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -157,7 +74,7 @@ class Window(Mask):
     positional: bool = field(init=False, repr=False, default=True)
 
     def __post_init__(self) -> None:
-        _set(self, "key", ("window", self.left, self.right))
+        freeze(self, "key", ("window", self.left, self.right))
 
     def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
         distance = keys - positions(rows, offset)[:, None, :, None]  # [B|1, 1, n, m]
@@ -178,7 +95,7 @@ class Lengths(Mask):
 
     def __post_init__(self) -> None:
         numbers = isinstance(self.end, int) and isinstance(self.start, int)
-        _set(self, "key", ("lengths", self.end, self.start) if numbers else None)
+        freeze(self, "key", ("lengths", self.end, self.start) if numbers else None)
 
     def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
         start, end = (
@@ -191,7 +108,7 @@ class Lengths(Mask):
     def validate(self, shape: Shape, device: torch.device) -> None:
         for name, value in (("end", self.end), ("start", self.start)):
             if isinstance(value, Tensor):
-                _check_device(f"lengths({name}=...)", value, device)
+                check_device(f"lengths({name}=...)", value, device)
                 if value.shape[0] not in (1, shape[0]):
                     raise ValueError(
                         f"mask: lengths({name}=...) holds {value.shape[0]} values for a batch of {shape[0]}: "
@@ -218,7 +135,7 @@ class Documents(Mask):
         return ((mine[:, :, None] == ids[:, None, keys]) & inside[:, :, None])[:, None]
 
     def validate(self, shape: Shape, device: torch.device) -> None:
-        _check_device("documents", self.ids, device, owned=self.key is not None)
+        check_device("documents", self.ids, device, owned=self.key is not None)
         batch, length = self.ids.shape
         if batch not in (1, shape[0]):
             raise ValueError(f"mask: documents has ids for {batch} sequences, q for {shape[0]}: pass [L] or [B, L]")
@@ -240,7 +157,7 @@ class GlobalTokens(Mask):
         return (queries[:, :, None] | _member(keys[None], idx)[:, None, :])[:, None]
 
     def validate(self, shape: Shape, device: torch.device) -> None:
-        _check_device("global_tokens", self.idx, device, owned=self.key is not None)
+        check_device("global_tokens", self.idx, device, owned=self.key is not None)
         if self.idx.shape[0] not in (1, shape[0]):
             raise ValueError(
                 f"mask: global_tokens has rows for {self.idx.shape[0]} sequences, q for {shape[0]}: pass [K] or [B, K]"
@@ -257,7 +174,7 @@ class Dilated(Mask):
     positional: bool = field(init=False, repr=False, default=True)
 
     def __post_init__(self) -> None:
-        _set(self, "key", ("dilated", self.w, self.d))
+        freeze(self, "key", ("dilated", self.w, self.d))
 
     def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
         distance = keys - positions(rows, offset)[:, None, :, None]  # [B|1, 1, n, m]
@@ -292,7 +209,7 @@ class Blocks(Mask):
         return chosen & inside[:, None, :, None]
 
     def validate(self, shape: Shape, device: torch.device) -> None:
-        _check_device("blocks", self.map, device, owned=self.key is not None)
+        check_device("blocks", self.map, device, owned=self.key is not None)
         for name, got, want in (("B", self.map.shape[0], shape[0]), ("H", self.map.shape[1], shape[1])):
             if got not in (1, want):
                 raise ValueError(f"mask: blocks has a map for {name} = {got}, q has {name} = {want}: pass 1 or {want}")
@@ -300,121 +217,6 @@ class Blocks(Mask):
             raise ValueError(
                 f"mask: blocks covers {self.map.shape[3]} blocks of {self.size} keys, k has {shape[3]} keys: "
                 "give every key a block"
-            )
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Keep(Mask):
-    """A dense bool tensor, True = may attend, indexed by the raw query row i."""
-
-    tensor: Tensor  # [B|1, H|1, N|1, M|1] bool
-    key: Hashable | None = field(init=False, repr=False, default=None)
-    positional: bool = field(init=False, repr=False, default=False)
-
-    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
-        part = self.tensor.to(rows.device)
-        part = part.index_select(2, rows) if part.shape[2] != 1 else part.expand(-1, -1, rows.numel(), -1)
-        return part.index_select(3, keys) if part.shape[3] != 1 else part.expand(-1, -1, -1, keys.numel())
-
-    def validate(self, shape: Shape, device: torch.device) -> None:
-        _check_device("the tensor", self.tensor, device)
-        if any(got not in (1, want) for got, want in zip(self.tensor.shape, shape, strict=True)):
-            raise ValueError(
-                f"mask: a bool tensor of shape {tuple(self.tensor.shape)} does not broadcast to "
-                f"[B, H, N, M] = {shape}: each dim must be 1 or match, aligned at the right"
-            )
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Joined(Mask):
-    masks: tuple[Mask, ...]
-    key: Hashable | None = field(init=False, repr=False)
-    positional: bool = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        keys = tuple(mask.key for mask in self.masks)
-        _set(self, "key", None if None in keys else (type(self).__name__, *keys))
-        _set(self, "positional", any(mask.positional for mask in self.masks))
-
-    def _evaluate_each(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> list[Tensor]:
-        return [mask.evaluate(rows, keys, offset, shape) for mask in self.masks]
-
-    def validate(self, shape: Shape, device: torch.device) -> None:
-        for mask in self.masks:
-            mask.validate(shape, device)
-
-
-class And(_Joined):
-    """Visible where every mask says so."""
-
-    __slots__ = ()
-
-    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
-        return reduce(torch.logical_and, self._evaluate_each(rows, keys, offset, shape))
-
-
-class Or(_Joined):
-    """Visible where any mask says so."""
-
-    __slots__ = ()
-
-    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
-        return reduce(torch.logical_or, self._evaluate_each(rows, keys, offset, shape))
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Not(Mask):
-    """Visible where the mask says no."""
-
-    mask: Mask
-    key: Hashable | None = field(init=False, repr=False)
-    positional: bool = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        _set(self, "key", None if self.mask.key is None else ("Not", self.mask.key))
-        _set(self, "positional", self.mask.positional)
-
-    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
-        return ~self.mask.evaluate(rows, keys, offset, shape)
-
-    def validate(self, shape: Shape, device: torch.device) -> None:
-        self.mask.validate(shape, device)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Lowered(Mask):
-    """A mask with its plan for one shape and offset; made by `mask.lower(...)`."""
-
-    mask: Mask
-    shape: Shape
-    offset: Offset
-    plan: object = field(repr=False)
-    key: Hashable | None = field(init=False, repr=False, default=None)
-    positional: bool = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        _set(self, "positional", self.mask.positional)
-
-    def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
-        self.check_offset(offset)
-        return self.mask.evaluate(rows, keys, offset, shape)
-
-    def validate(self, shape: Shape, device: torch.device) -> None:
-        batch, heads, *lengths = self.shape
-        if tuple(lengths) != shape[2:] or batch not in (1, shape[0]) or heads not in (1, shape[1]):
-            raise ValueError(
-                f"mask: lowered for [B, H, N, M] = {self.shape}, used with {shape}: lower it again for these sizes"
-            )
-        self.mask.validate(shape, device)
-
-    def check_offset(self, offset: Offset) -> None:
-        """Raises unless this is the offset the mask was lowered for."""
-        if not self.positional or self.offset is offset:
-            return
-        mine, theirs = (torch.as_tensor(x).reshape(-1).cpu() for x in (self.offset, offset))
-        if not bool((mine == theirs).all() if 1 in (len(mine), len(theirs)) else torch.equal(mine, theirs)):
-            raise ValueError(
-                f"mask: lowered for q_offset = {mine.tolist()}, used with {theirs.tolist()}: lower it again"
             )
 
 
@@ -481,19 +283,6 @@ def blocks(map: Tensor | Sequence[Sequence[bool]], size: int) -> Mask:
     return Blocks(table[(None,) * (4 - table.dim())], size, key)
 
 
-def keep(tensor: Tensor) -> Mask:
-    """A bool tensor of 2 to 4 dims that broadcasts to [B, H, N, M], aligned at the right; True = may attend."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"keep: expected a bool tensor, got {type(tensor).__name__}")
-    if tensor.dtype != torch.bool:
-        raise TypeError(
-            f"keep: expected a bool tensor (True = may attend), got {tensor.dtype}: additive masks go to bias="
-        )
-    if not 2 <= tensor.dim() <= 4:
-        raise ValueError(f"keep: expected 2 to 4 dims, got shape {tuple(tensor.shape)}")
-    return Keep(tensor[(None,) * (4 - tensor.dim())])
-
-
 _CAUSAL = Window(UNBOUNDED, 0)
 
 
@@ -533,8 +322,3 @@ def _member(place: Tensor, idx: Tensor) -> Tensor:
     """Which positions [B|1, n] are among the sequence's idx [B|1, K]: [B|1, n]."""
     found = torch.isin(place, idx) if idx.shape[0] == 1 else (place[:, :, None] == idx[:, None, :]).any(-1)
     return found & (place >= 0)
-
-
-def _check_device(what: str, tensor: Tensor, device: torch.device, owned: bool = False) -> None:
-    if tensor.device != device and not owned:
-        raise ValueError(f"mask: {what} is on {tensor.device}, q on {device}: move it there")

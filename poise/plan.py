@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from poise.lowering.grid import TILE, Grid
+from poise.algebra import install_lowering
+from poise.lowering.bands import IntervalLeaf, LengthsLeaf, WindowLeaf
+from poise.lowering.grid import TILE, Grid, Ints
 from poise.lowering.intervals import Interval, as_intervals, intersect, numbers
-from poise.lowering.leaves import IntervalLeaf, Leaf, LengthsLeaf, WindowLeaf
+from poise.lowering.leaf import Leaf
 from poise.lowering.tilemap import tile_map
-from poise.mask import UNBOUNDED, And, Keep, Lengths, Lowered, Mask, Not, Offset, Or, Shape, Window, install_lowering
+from poise.mask import UNBOUNDED, And, Keep, Lengths, Lowered, Mask, Not, Offset, Or, Shape, Window
 from poise.score import Alibi, Bias, Dense, Relative, terms
 
 MAX_DENSE = 2  # dense masks, and dense biases, that a kernel reads in place; more are combined beforehand
@@ -146,6 +148,8 @@ def _bytes(plan: Plan) -> int:
 def _mask_plan(mask: Mask, shape: Shape, offset: Offset) -> Plan:
     if isinstance(mask, Window):  # the same for every shape: generation would fill the cache with one plan per step
         return _cache.get(mask, lambda: Plan(left=mask.left, right=mask.right))
+    if isinstance(mask, Keep):
+        return _OPEN if 0 in shape else Plan(masks=(mask.tensor.expand(shape),))
     if isinstance(mask, Lowered):
         mask.check_offset(offset)
         assert isinstance(mask.plan, Plan)
@@ -302,7 +306,7 @@ def visible_area(plan: Plan, shape: Shape, offset: Offset = 0) -> int:
     if plan.rows is not None:
         interval = plan.rows.numpy()
         lo, hi = np.maximum(lo, interval[..., 0]), np.minimum(hi, interval[..., 1])  # [B|1, H|1, N]
-    width = np.maximum(hi - lo, 0)
+    width: Ints = np.maximum(hi - lo, 0)
     area = int(width.sum()) * (batch // width.shape[0]) * (heads // width.shape[1])
     if plan.tile_ptr is None or plan.tile_runs is None or plan.patterns is None:
         return area

@@ -9,6 +9,7 @@ Nothing here knows mask objects (see leaves.py) or bit patterns of whole express
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -85,11 +86,12 @@ def settle(at: Ints, value: NDArray[Any], rows: int, across: int) -> Runs:
     return Runs(at[change], value[change])
 
 
-def from_intervals(min_lo: Ints, max_lo: Ints, min_hi: Ints, max_hi: Ints, grid: Grid) -> Runs:
-    """Rows see keys [lo, hi), all within [0, M]; the extremes of lo and hi over the rows of each tile row: four of [R].
+def from_intervals(extremes: Sequence[Ints], grid: Grid) -> Runs:
+    """Rows see keys [lo, hi), within [0, M]; given are min lo, max lo, min hi, max hi over each tile row: four of [R].
 
     The union over a tile row's rows must have no holes. An empty row counts as lo = M, hi = 0.
     """
+    min_lo, max_lo, min_hi, max_hi = extremes
     across = grid.across
     touched = min_lo // TILE
     end = np.maximum(-(-max_hi // TILE), touched)

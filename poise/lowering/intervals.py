@@ -37,8 +37,8 @@ def _intervals(mask: Mask, grid: Grid) -> Interval | None:
         place = grid.positions()
         return _clip(place - mask.left, place + mask.right + 1, grid.keys)
     if isinstance(mask, Lengths):
-        start, end = (numbers(x).reshape(-1, 1) for x in (mask.start, mask.end))
-        return _clip(*np.broadcast_arrays(start, end), grid.keys)
+        start, end = np.broadcast_arrays(numbers(mask.start), numbers(mask.end))
+        return _clip(start[:, None], end[:, None], grid.keys)
     if isinstance(mask, Documents):
         return _documents(mask, grid)
     if isinstance(mask, Not):

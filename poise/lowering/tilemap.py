@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from poise.lowering.bands import DilatedLeaf, IntervalLeaf, LengthsLeaf, WindowLeaf
 from poise.lowering.grid import (
     EMPTY,
     FULL,
@@ -30,8 +31,10 @@ from poise.lowering.grid import (
     spans,
     take_rows,
 )
-from poise.lowering.leaves import Leaf, leaf
-from poise.mask import And, Mask, Not, Or
+from poise.lowering.intervals import as_intervals
+from poise.lowering.leaf import Leaf
+from poise.lowering.tables import BlocksLeaf, DocumentsLeaf, GlobalLeaf, KeepLeaf
+from poise.mask import And, Blocks, Dilated, Documents, GlobalTokens, Keep, Lengths, Mask, Not, Or, Window
 
 _WHOLE, _NOTHING = -1, -2  # in place of a pattern's index
 
@@ -97,13 +100,33 @@ def _prepare(mask: Mask, grid: Grid, leaves: list[Leaf]) -> _Node | Leaf:
         return _Node(type(mask), [_prepare(part, grid, leaves) for part in mask.masks])
     if isinstance(mask, Not):
         return _Node(Not, [_prepare(mask.mask, grid, leaves)])
-    leaves.append(leaf(mask, grid))
+    leaves.append(_leaf(mask, grid))
     return leaves[-1]
+
+
+def _leaf(mask: Mask, grid: Grid) -> Leaf:
+    """The leaf of a mask that is no `&`, `|` or `~`."""
+    if isinstance(mask, Window):
+        return WindowLeaf(mask, grid)
+    if isinstance(mask, Lengths):
+        return LengthsLeaf(mask, grid)
+    if isinstance(mask, Documents):
+        interval = as_intervals(mask, grid)
+        return DocumentsLeaf(mask, grid) if interval is None else IntervalLeaf(interval, grid)
+    if isinstance(mask, GlobalTokens):
+        return GlobalLeaf(mask, grid)
+    if isinstance(mask, Dilated):
+        return DilatedLeaf(mask, grid)
+    if isinstance(mask, Blocks):
+        return BlocksLeaf(mask, grid)
+    if isinstance(mask, Keep):
+        return KeepLeaf(mask, grid)
+    raise TypeError(f"mask: don't know how to lower {type(mask).__name__}")
 
 
 def _spread(leaf: Leaf, lines: tuple[int, int], grid: Grid) -> Runs:
     """A leaf's map repeated over the lines that it does not vary over."""
-    runs = leaf.runs()
+    runs = leaf.runs
     if leaf.lines == lines:
         return runs
     own = np.arange(leaf.lines[0] * leaf.lines[1]).reshape(leaf.lines)
@@ -126,7 +149,8 @@ def _words(node: _Node | Leaf, tiles: Tiles) -> Words:
     parts = [_words(part, tiles) for part in node.parts]
     if node.join is Not:
         return ~parts[0]
-    return (np.bitwise_and if node.join is And else np.bitwise_or).reduce(parts)
+    words: Words = (np.bitwise_and if node.join is And else np.bitwise_or).reduce(parts)
+    return words
 
 
 def _locate(at: Ints, lines: tuple[int, int], grid: Grid) -> Tiles:
@@ -171,7 +195,10 @@ def _distinct(words: Words) -> tuple[Words, Ints]:
     if len(words) == 0:
         return words, np.zeros(0, np.int64)
     mixers = np.random.Generator(np.random.PCG64(0)).integers(1, 1 << 63, TILE, dtype=np.uint64) | np.uint64(1)
-    _, first, which = np.unique((words * mixers).sum(1), return_index=True, return_inverse=True)
+    # Multiplying moves bits up only: unless the upper half is folded down, patterns of high bits all look alike.
+    folded = (words ^ (words >> np.uint64(29))) * np.uint64(0x9E37_79B9_7F4A_7C15)
+    folded ^= folded >> np.uint64(32)
+    _, first, which = np.unique((folded * mixers).sum(1), return_index=True, return_inverse=True)
     if not np.array_equal(words[first[which]], words):  # two patterns share a hash: compare whole rows
         table, which = np.unique(words, axis=0, return_inverse=True)
         return table, which.reshape(-1)
