@@ -139,10 +139,14 @@ def _packed(problem: Problem, raw: Tensor, scores: Tensor, visible: Tensor, p: T
     # A term with p = 0 contributes 0, also where the score is infinitely far below the largest.
     distance = torch.where(visible & (p != 0), scores - largest[..., None], 0.0)
     shift = (p * distance).sum(-1)
+    empty = count == 0
+    gaps = torch.where(visible, scores - torch.where(empty, 0.0, largest)[..., None], -math.inf)
+    log_sum = torch.where(empty, 0.0, torch.where(empty[..., None], 0.0, gaps).exp().sum(-1).log())
+    sink_mass = p[..., list(problem.sink_keys)].sum(-1)
     var_p = (p * (distance - shift[..., None]).square()).sum(-1)
     return torch.stack(
         [
-            lse,
+            log_sum,
             largest,
             _extreme(raw, visible, torch.amax, -math.inf),
             _extreme(scores, visible, torch.amin, math.inf),
@@ -152,7 +156,7 @@ def _packed(problem: Problem, raw: Tensor, scores: Tensor, visible: Tensor, p: T
             shift,
             var_p,
             p.square().sum(-1),
-            p[..., list(problem.sink_keys)].sum(-1),
+            torch.where(lse.isnan(), math.nan, sink_mass),  # such a row has no p, also if it sees no sink key
         ]
     )
 

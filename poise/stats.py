@@ -23,7 +23,7 @@ from poise.summary import EDGES, ScoreSummary
 
 # The packed tensor's fields, all without the sink; the order and the values of empty rows are kernels/cpu/forward.h's.
 FIELDS = (
-    "lse",  # log sum exp(s); empty -inf
+    "log_sum",  # log sum exp(s - max s), never negative; empty 0. Apart from max s, so that large scores cancel nothing
     "max_score",  # max s; empty -inf
     "max_logit",  # max z; empty -inf
     "min_score",  # min s; empty +inf
@@ -77,7 +77,7 @@ class ScoreStats:
     @cached_property
     def _key_share(self) -> Tensor:
         """The probability that goes to keys at all, e^(lse0 - lse) where lse0 is without the sink. Empty: 0."""
-        return (self._filled(self._field("lse")) - self._filled(self.lse)).exp().masked_fill(self._empty, 0.0)
+        return (self._filled(self._lse_of_keys) - self._filled(self.lse)).exp().masked_fill(self._empty, 0.0)
 
     @cached_property
     def _sink_share(self) -> Tensor:
@@ -89,9 +89,14 @@ class ScoreStats:
         return torch.where(self._empty, alone, (sink - self._filled(self.lse)).exp())
 
     @property
+    def _lse_of_keys(self) -> Tensor:
+        """log sum e^s without the sink. Empty: -inf."""
+        return self.max_score + self._field("log_sum")
+
+    @property
     def lse(self) -> Tensor:
         """log(sum e^s + e^sink): the softmax's normaliser, so that p = e^(s - lse). Empty: the sink, or -inf."""
-        lse0, sink = self._field("lse"), self._sink_score
+        lse0, sink = self._lse_of_keys, self._sink_score
         return lse0 if sink is None else torch.logaddexp(lse0, sink)
 
     @property
@@ -107,17 +112,18 @@ class ScoreStats:
     @property
     def max_prob(self) -> Tensor:
         """max p = e^(max s - lse): the largest attention weight of a key. Empty: 0."""
-        return (self._filled(self.max_score) - self._filled(self.lse)).exp().masked_fill(self._empty, 0.0)
+        among_keys = (-self._field("log_sum")).exp().masked_fill(self._empty, 0.0)
+        return among_keys if self.sink is None else self._key_share * among_keys
 
     @property
     def entropy(self) -> Tensor:
         """-sum p log p in nats, the sink being an outcome: 0 = collapsed on one key, log(count) = uniform. Empty: 0."""
-        lse0, lse = self._filled(self._field("lse")), self._filled(self.lse)
-        among_keys = (lse0 - self._filled(self.max_score) - self._field("shift")).clamp_min(0.0)
+        among_keys = (self._field("log_sum") - self._field("shift")).clamp_min(0.0)
         sink = self._sink_score
         if sink is None:
             return among_keys
         to_keys, to_sink = self._key_share, self._sink_share
+        lse0, lse = self._filled(self._lse_of_keys), self._filled(self.lse)
         whole = to_keys * among_keys + _surprise(to_keys, lse0 - lse) + _surprise(to_sink, sink - lse)
         return whole.masked_fill(self._empty, 0.0)
 
@@ -223,16 +229,18 @@ def merge(*parts: tuple[Tensor, ScoreStats]) -> tuple[Tensor, ScoreStats]:
 def _merge_two(out_x: Tensor, x: ScoreStats, out_y: Tensor, y: ScoreStats) -> tuple[Tensor, ScoreStats]:
     _check_mergeable(out_x, x, out_y, y)
     fx, fy = x.fields(), y.fields()
-    lse = torch.logaddexp(fx["lse"], fy["lse"])
-    wx, wy = _weight(fx["lse"], lse), _weight(fy["lse"], lse)
     largest = torch.maximum(fx["max_score"], fy["max_score"])
+    # Sums relative to the common maximum: log sum e^(s - largest) of each part, -inf for a part without keys.
+    sum_x, sum_y = _relative_sum(fx, largest), _relative_sum(fy, largest)
+    total = torch.logaddexp(sum_x, sum_y)
+    wx, wy = _weight(sum_x, total), _weight(sum_y, total)
     shift_x = fx["shift"] + _gap(fx["max_score"], largest, wx)  # E_x[s] - max
     shift_y = fy["shift"] + _gap(fy["max_score"], largest, wy)
     count = fx["count"] + fy["count"]
     part_x, part_y = fx["count"] / count.clamp_min(1), fy["count"] / count.clamp_min(1)
     delta = fy["mean"] - fx["mean"]
     merged = {
-        "lse": lse,
+        "log_sum": total.masked_fill(count == 0, 0.0),
         "max_score": largest,
         "max_logit": torch.maximum(fx["max_logit"], fy["max_logit"]),
         "min_score": torch.minimum(fx["min_score"], fy["min_score"]),
@@ -252,6 +260,13 @@ def _merge_two(out_x: Tensor, x: ScoreStats, out_y: Tensor, y: ScoreStats) -> tu
         vx, vy = vx.transpose(-3, -2), vy.transpose(-3, -2)
     out = vx * out_x.to(packed.dtype) + vy * out_y.to(packed.dtype)
     return out.to(out_x.dtype), stats
+
+
+def _relative_sum(fields: dict[str, Tensor], largest: Tensor) -> Tensor:
+    """log sum e^(s - largest) over one part's keys; -inf if it has none."""
+    none = fields["count"] == 0
+    own = fields["max_score"].masked_fill(none, 0.0) - largest.masked_fill(none, 0.0)
+    return (own + fields["log_sum"]).masked_fill(none, -math.inf)
 
 
 def _weight(part: Tensor, whole: Tensor) -> Tensor:

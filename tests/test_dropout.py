@@ -18,7 +18,7 @@ KNOWN_ANSWERS = [  # Random123's kat_vectors, philox4x32 10: counter, key, resul
 ]
 
 
-@pytest.mark.parametrize("counter, key, result", KNOWN_ANSWERS)
+@pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
 def test_philox_gives_the_published_words(counter, key, result):
     words = dropout.philox(tuple(torch.tensor(c) for c in counter), key[0] | key[1] << 32)
     assert tuple(int(w) for w in words) == result
@@ -67,5 +67,6 @@ def test_manual_seed_reproduces_the_drawn_seed_and_every_draw_differs():
     torch.manual_seed(5)
     first, second = dropout.draw_seed(), dropout.draw_seed()
     torch.manual_seed(5)
-    assert (dropout.draw_seed(), first) == (first, first) and second != first
+    assert (dropout.draw_seed(), first) == (first, first)
+    assert second != first
     assert 0 <= first < 1 << 64

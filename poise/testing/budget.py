@@ -4,7 +4,7 @@ Output: max|x - x64| <= 2 max|naive - x64| + 4 eps max|x64|, where naive is one 
 rounding only inputs, weights and output. Statistics: the same with the reference in float32 as the naive one, plus, row
 by row, what an error of 4 eps in the row's scores does to the statistic to first order; else equal scores, where the
 naive answer happens to be exact, would demand exactness. NaN must stand where the truth has NaN, infinities where it
-has them. float64 gets the float32 budget times the ratio of their eps.
+has them. float64 gets the float32 budget times the ratio of their eps, and again what the truth itself may be off by.
 
 No case is judged by a hand-tuned tolerance.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poise import reference
+from poise import dropout, reference
 from poise.problem import Problem, prepare
 from poise.score import Alibi, Bias, Dense, Relative
 from poise.stats import FIELDS
@@ -44,7 +44,8 @@ def truth(**arguments: Any) -> Truth:
     out, packed = reference.run(exact, True)
     single = problem if problem.q.dtype != torch.float64 else _convert(problem, torch.float32)
     _, naive_packed = reference.run(single, True)
-    assert packed is not None and naive_packed is not None
+    assert packed is not None
+    assert naive_packed is not None
     amplify = 1.0 if single is problem else torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     layout = arguments.get("layout", "bhsd")
     return Truth(problem, layout, out, packed, _naive(single).double(), naive_packed.double(), amplify)
@@ -63,14 +64,19 @@ def check_out(out: Tensor, truth: Truth) -> None:
         out = out.transpose(-3, -2)
     assert math.prod(out.shape) == truth.out.numel(), f"out is {list(out.shape)}, not {list(truth.out.shape)}"
     got = out.reshape(truth.out.shape).double()
-    _check("out", got, truth.out.to(problem.q.dtype).double(), truth, truth.out, truth.naive_out, torch.zeros(()))
+    slack = torch.zeros(())
+    if problem.q.dtype == torch.float64:  # the truth is rounded to the same precision: its scores are off as well
+        largest = max([0.0, *problem.v[problem.v.isfinite()].abs().tolist()])
+        slack = 2 * largest * _score_error(truth, 4 * torch.finfo(torch.float64).eps)[..., None]
+    _check("out", got, truth.out.to(problem.q.dtype).double(), truth, truth.out, truth.naive_out, slack)
 
 
 def check_stats(packed: Tensor, truth: Truth) -> None:
     """Raises AssertionError unless each packed field is within its budget, NaN or infinite just where it must be."""
     dtype = torch.float64 if truth.problem.q.dtype == torch.float64 else torch.float32
     assert packed.dtype == dtype, f"packed is {packed.dtype}, not {dtype}"
-    assert packed.shape[0] == len(FIELDS) and packed.numel() == truth.packed.numel(), f"packed is {list(packed.shape)}"
+    assert packed.shape[0] == len(FIELDS), f"packed is {list(packed.shape)}"
+    assert packed.numel() == truth.packed.numel(), f"packed is {list(packed.shape)}, not {list(truth.packed.shape)}"
     got = packed.reshape(truth.packed.shape).double()
     slack = _slack(truth, 4 * torch.finfo(dtype).eps)
     problems = []
@@ -121,10 +127,10 @@ def _where(name: str, wrong: Tensor, got: Tensor, exact: Tensor) -> str:
 def _slack(truth: Truth, eps: float) -> dict[str, Tensor]:
     """Per row, what an error of eps times its largest score makes of each field, to first order."""
     exact = dict(zip(FIELDS, truth.packed, strict=True))
-    sizes = torch.stack([exact["max_score"], exact["min_score"], exact["max_logit"]]).abs()
-    delta = eps * torch.where(sizes.isfinite(), sizes, 0.0).amax(0)  # [B, H, N]
+    delta = _score_error(truth, eps)
     spread, spread_p = exact["var"].sqrt(), exact["var_p"].sqrt()
     slack = {
+        "log_sum": 2 * delta,
         "count": torch.zeros_like(delta),
         "var": 2 * spread * delta + delta.square(),
         "shift": (2 + spread_p) * delta,
@@ -133,6 +139,13 @@ def _slack(truth: Truth, eps: float) -> dict[str, Tensor]:
         "sink_mass": 2 * exact["sink_mass"] * delta,
     }
     return {name: slack.get(name, delta).nan_to_num(0.0) for name in FIELDS}
+
+
+def _score_error(truth: Truth, eps: float) -> Tensor:
+    """eps times the largest magnitude among a row's scores: [B, H, N]."""
+    exact = dict(zip(FIELDS, truth.packed, strict=True))
+    sizes = torch.stack([exact["max_score"], exact["min_score"], exact["max_logit"]]).abs()
+    return eps * torch.where(sizes.isfinite(), sizes, 0.0).amax(0)
 
 
 def _naive(problem: Problem) -> Tensor:
@@ -144,7 +157,11 @@ def _naive(problem: Problem) -> Tensor:
     if problem.sink is not None:
         scores = torch.cat([scores, problem.sink[:, None, None].expand(batch, heads, queries, 1)], -1)
     p = torch.softmax(scores, -1)[..., :keys]
-    p = torch.where(visible, p, 0.0).to(problem.q.dtype).float()
+    p = torch.where(visible, p, 0.0)
+    if problem.dropout:
+        kept = dropout.all_heads(problem.seed, batch, heads, rows, cols, problem.dropout)
+        p = torch.where(kept, p / (1 - problem.dropout), 0.0)
+    p = p.to(problem.q.dtype).float()
     v = problem.v.float().repeat_interleave(heads // max(problem.v.shape[1], 1), 1)
     if bool(v.isfinite().all()):
         return (p @ v).to(problem.q.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -151,7 +152,7 @@ def _add_masks() -> None:
             "mask": keep(make.bools(33, 65, p=0.8)) & make.bools(2, 1, 1, 65, p=0.8) & make.bools(2, 33, 1, p=0.8)
         },
     )
-    add("mask-lowered", sizes={"n": 100, "m": 100}, mask=longformer)
+    add("mask-lowered", lambda make: {"mask": longformer.lower(100, 100)}, sizes={"n": 100, "m": 100})
     add("mask-one-visible-key", lambda make: {"mask": torch.arange(65) == torch.arange(33)[:, None]})
     add("mask-nothing-visible", lambda make: {"mask": torch.zeros(33, 65, dtype=torch.bool)})
     add("mask-some-rows-empty", lambda make: {"mask": make.bools(33, 1).expand(33, 65)})
@@ -166,6 +167,9 @@ def _add_masks() -> None:
 
 
 def _add_scores() -> None:
+    def table(radius: int, make: Inputs) -> Arguments:
+        return {"bias": relative(make.normal(2, 2 * radius + 1))}
+
     half = alibi(alibi_slopes(2))
     add("bias-matrix", lambda make: {"bias": make.normal(33, 65)})
     add("bias-full", lambda make: {"bias": make.normal(2, 2, 33, 65)})
@@ -186,11 +190,7 @@ def _add_scores() -> None:
     add("bias-alibi-end", bias=half, q_offset="end")
     add("bias-alibi-causal", bias=half, q_offset="end", mask=causal())
     for radius in (0, 1, 20, 200):
-        add(
-            f"bias-relative-{radius}",
-            lambda make, r=radius: {"bias": relative(make.normal(2, 2 * r + 1))},
-            q_offset="end",
-        )
+        add(f"bias-relative-{radius}", partial(table, radius), q_offset="end")
     add("bias-relative-shared", lambda make: {"bias": relative(make.normal(17))}, q_offset=3)
     add("bias-relative-window", lambda make: {"bias": relative(make.normal(2, 17))}, q_offset=3, mask=window(30, 30))
     add(

@@ -6,6 +6,7 @@ Importing this file adds them to `cases.CASES`.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,6 +77,12 @@ def _add_layouts() -> None:
 
 
 def _add_extremes() -> None:
+    def some(sign: float, make: Inputs) -> Arguments:
+        return {"bias": torch.where(make.bools(33, 65), sign * make.largest, 0.0).to(make.dtype)}
+
+    def every(sign: float, make: Inputs) -> Arguments:
+        return {"bias": torch.full((33, 65), sign * make.largest, dtype=make.dtype)}
+
     add("extreme-scores-1e4", scale=1e4 / 16)
     add("extreme-scores-causal", scale=-1e4 / 16, mask=causal(), q_offset="end")
     add("extreme-equal-scores", lambda make: {"k": make.normal(2, 2, 1, 16).expand(2, 2, 65, 16).contiguous()})
@@ -90,14 +97,8 @@ def _add_extremes() -> None:
         lambda make: {"k": make.normal(2, 2, 65, 16) * torch.linspace(0, 8, 65).to(make.dtype)[:, None]},
     )
     for name, sign in (("largest", 1.0), ("smallest", -1.0)):
-        add(
-            f"extreme-bias-{name}",
-            lambda make, s=sign: {"bias": torch.where(make.bools(33, 65), s * make.largest, 0.0).to(make.dtype)},
-        )
-        add(
-            f"extreme-bias-all-{name}",
-            lambda make, s=sign: {"bias": torch.full((33, 65), s * make.largest, dtype=make.dtype)},
-        )
+        add(f"extreme-bias-{name}", partial(some, sign))
+        add(f"extreme-bias-all-{name}", partial(every, sign))
     add(
         "extreme-bias-both",
         lambda make: {
