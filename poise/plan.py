@@ -23,7 +23,7 @@ from torch import Tensor
 
 from poise.algebra import install_lowering
 from poise.lowering.bands import IntervalLeaf, LengthsLeaf, WindowLeaf
-from poise.lowering.grid import TILE, Grid, Ints
+from poise.lowering.grid import TILE, Grid, Ints, clip
 from poise.lowering.intervals import Interval, as_intervals, intersect, numbers
 from poise.lowering.leaf import Leaf
 from poise.lowering.tilemap import tile_map
@@ -239,7 +239,7 @@ def _push(mask: Mask, offset: Offset, negated: bool) -> Mask:
 
 
 def _per_sequence(value: np.ndarray[Any, Any], batch: int, keys: int) -> Tensor:
-    clipped = np.clip(value, 0, keys).astype(np.int32)
+    clipped = clip(value, 0, keys).astype(np.int32)
     return torch.from_numpy(np.broadcast_to(clipped, (batch,)).copy())
 
 
@@ -307,7 +307,7 @@ def visible_area(plan: Plan, shape: Shape, offset: Offset = 0) -> int:
         interval = plan.rows.numpy()
         lo, hi = np.maximum(lo, interval[..., 0]), np.minimum(hi, interval[..., 1])  # [B|1, H|1, N]
     width: Ints = np.maximum(hi - lo, 0)
-    area = int(width.sum()) * (batch // width.shape[0]) * (heads // width.shape[1])
+    area: int = int(width.sum()) * (batch // width.shape[0]) * (heads // width.shape[1])
     if plan.tile_ptr is None or plan.tile_runs is None or plan.patterns is None:
         return area
     first, count, pattern = plan.tile_runs.numpy().T.astype(np.int64)
@@ -318,7 +318,8 @@ def visible_area(plan: Plan, shape: Shape, offset: Offset = 0) -> int:
     bits = np.unpackbits(plan.patterns.numpy().view(np.uint8), axis=1).sum(1, dtype=np.int64)
     part = np.minimum(tall * wide, np.append(bits, TILE * TILE)[pattern] if len(bits) else tall * wide)
     covered = int(np.where(pattern < 0, tall * wide, part).sum())
-    return min(area, covered * (batch // ptr.shape[0]) * (heads // ptr.shape[1]))
+    lines: int = ptr.shape[0] * ptr.shape[1]
+    return min(area, covered * (batch * heads // lines))
 
 
 install_lowering(_lower_mask)

@@ -14,7 +14,9 @@ from poise.lowering.grid import (
     Runs,
     Tiles,
     Words,
+    ascending,
     below,
+    clip,
     from_intervals,
     from_tiles,
     take_rows,
@@ -32,14 +34,14 @@ class WindowLeaf(Leaf):
     def make_runs(self) -> Runs:
         first, last = (x.ravel() for x in self.grid.bands())
         bounds = (first - self.left, last - self.left, first + self.right + 1, last + self.right + 1)
-        return from_intervals([np.clip(x, 0, self.grid.keys) for x in bounds], self.grid)
+        return from_intervals([clip(x, 0, self.grid.keys) for x in bounds], self.grid)
 
     def key(self, tiles: Tiles) -> tuple[Ints, int]:
         # Bits depend on the distance alone, and no longer on that where a tile lies wholly on one side of each edge.
         low = (self.right if self.left >= UNBOUNDED else -self.left) - TILE
         high = (-self.left if self.right >= UNBOUNDED else self.right) + TILE
         high = max(low, high)
-        return np.clip(self._distance(tiles), low, high) - low, high - low + 1
+        return clip(self._distance(tiles), low, high) - low, high - low + 1
 
     def words(self, tiles: Tiles) -> Words:
         distance = self._distance(tiles)[:, None] + LANES  # key - first query, [K, 64]
@@ -52,7 +54,7 @@ class WindowLeaf(Leaf):
 class LengthsLeaf(Leaf):
     def __init__(self, mask: Lengths, grid: Grid) -> None:
         start, end = np.broadcast_arrays(numbers(mask.start), numbers(mask.end))  # [B|1]
-        self.start, self.end = np.clip(start, 0, grid.keys), np.clip(end, 0, grid.keys)
+        self.start, self.end = clip(start, 0, grid.keys), clip(end, 0, grid.keys)
         self.lines, self.grid = (len(start), 1), grid
 
     def make_runs(self) -> Runs:
@@ -62,7 +64,7 @@ class LengthsLeaf(Leaf):
 
     def key(self, tiles: Tiles) -> tuple[Ints, int]:
         start, end = self._within(tiles)
-        return np.clip(start, 0, TILE) * (TILE + 1) + np.clip(end, 0, TILE), (TILE + 1) ** 2
+        return clip(start, 0, TILE) * (TILE + 1) + clip(end, 0, TILE), (TILE + 1) ** 2
 
     def words(self, tiles: Tiles) -> Words:
         start, end = self._within(tiles)
@@ -108,7 +110,7 @@ class DilatedLeaf(Leaf):
         first, last = (x.ravel() for x in grid.bands())
         if self.step < TILE:  # every tile of the band holds some pair
             bounds = (first - self.reach, last + self.reach + 1)
-            lo, hi = (np.clip(x, 0, grid.keys) for x in bounds)
+            lo, hi = (clip(x, 0, grid.keys) for x in bounds)
             nobody = np.full_like(lo, grid.keys), np.zeros_like(lo)
             return from_intervals([lo, *nobody, hi], grid)
         # Diagonals are further apart than a tile: each touches one or two key tiles of a row.
@@ -117,14 +119,14 @@ class DilatedLeaf(Leaf):
         steps = np.arange(-reach, reach + 1, self.step)
         ends = first[:, None] + steps, last[:, None] + steps  # [R, 2w + 1]
         seen = (ends[1] >= 0) & (ends[0] < grid.keys)
-        tile = np.concatenate([(row * across + np.clip(x, 0, grid.keys - 1) // TILE)[seen] for x in ends])
-        at = np.unique(tile)
+        tile = np.concatenate([(row * across + clip(x, 0, grid.keys - 1) // TILE)[seen] for x in ends])
+        at = ascending(tile)
         return from_tiles(at, np.full(len(at), PARTIAL), len(first), across)
 
     def key(self, tiles: Tiles) -> tuple[Ints, int]:
         limit = self.grid.rows + self.grid.keys + int(np.abs(self.grid.offsets).max()) + TILE
         low = -min(self.reach + TILE, limit)
-        return np.clip(self._distance(tiles), low, -low) - low, 1 - 2 * low
+        return clip(self._distance(tiles), low, -low) - low, 1 - 2 * low
 
     def words(self, tiles: Tiles) -> Words:
         distance = self._distance(tiles)

@@ -136,7 +136,7 @@ def take_rows(runs: Runs, source: Ints, across: int) -> Runs:
 
 def combine(maps: list[Runs], join: np.ufunc, rows: int, across: int) -> Runs:
     """minimum = and, maximum = or, of maps over the same rows."""
-    at = np.unique(np.concatenate([m.at for m in maps]))
+    at = ascending(np.concatenate([m.at for m in maps]))
     value = join.reduce([m.value[np.searchsorted(m.at, at, "right") - 1] for m in maps])
     return settle(at, value, rows, across)
 
@@ -150,6 +150,30 @@ def lengths(runs: Runs, rows: int, across: int) -> Ints:
     return np.diff(runs.at, append=rows * across)
 
 
+def ascending(values: Ints) -> Ints:
+    """The distinct values in order. Faster than np.unique, above all on a few sorted pieces laid end to end."""
+    values = np.sort(values, kind="stable")
+    new = np.ones(values.shape, bool)
+    np.not_equal(values[1:], values[:-1], out=new[1:])
+    return values[new]
+
+
+def group(code: Ints, limit: int) -> tuple[Ints, Ints]:
+    """One index for each distinct code in [0, limit), and for every entry which of those it belongs to."""
+    if limit > 4 * len(code) + 65536:
+        _, chosen, which = np.unique(code, return_index=True, return_inverse=True)
+        return chosen, which
+    place = np.full(limit, -1)
+    place[code] = np.arange(len(code))
+    occurs = place >= 0
+    return place[occurs], (np.cumsum(occurs) - 1)[code]
+
+
+def clip(values: Ints, low: int, high: int) -> Ints:
+    """np.clip without its overhead."""
+    return np.minimum(np.maximum(values, low), high)
+
+
 def spans(start: Ints, count: Ints) -> Ints:
     """start[0], start[0] + 1, ... (count[0] of them), start[1], ..."""
     before = np.cumsum(count) - count
@@ -158,7 +182,7 @@ def spans(start: Ints, count: Ints) -> Ints:
 
 def below(limit: Ints) -> Words:
     """A word with the bits [0, limit) set; any limit."""
-    bits = np.clip(limit, 0, 63).astype(np.uint64)
+    bits = clip(limit, 0, 63).astype(np.uint64)
     return np.where(limit >= TILE, ONES, (np.uint64(1) << bits) - np.uint64(1))
 
 

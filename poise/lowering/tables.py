@@ -16,7 +16,9 @@ from poise.lowering.grid import (
     Runs,
     Tiles,
     Words,
+    ascending,
     below,
+    clip,
     from_cells,
     from_tiles,
     pack,
@@ -34,13 +36,13 @@ class DocumentsLeaf(Leaf):
     def __init__(self, mask: Documents, grid: Grid) -> None:
         self.grid = grid
         names, ids = np.unique(numbers(mask.ids), return_inverse=True)
-        ids = ids.reshape(mask.ids.shape).astype(np.int32)
+        ids = ids.reshape(mask.ids.shape)
         self.documents, length = len(names), ids.shape[1]
         place = grid.positions()
         batch = max(len(ids), len(place))
         mine = np.take_along_axis(
             np.broadcast_to(ids, (batch, length)),
-            np.broadcast_to(np.clip(place, 0, length - 1), (batch, grid.rows)),
+            np.broadcast_to(clip(place, 0, length - 1), (batch, grid.rows)),
             axis=1,
         )
         mine = np.where((place >= 0) & (place < length), mine, -1)
@@ -58,17 +60,17 @@ class DocumentsLeaf(Leaf):
         count = np.searchsorted(key_group, row_group, "right") - first
         row = row_group // self.documents * down + row_tile
         shared = np.repeat(row * across, count) + key_tile[spans(first, count)]
-        at = np.unique(shared)
+        at = ascending(shared)
         row, key = at // across, at % across
         uniform_row = (self.mine == self.mine[:, :, :1]).all(2).ravel()[row]
         uniform_key = (theirs == theirs[:, :, :1]).all(2)[row // down, key]
         return from_tiles(at, np.where(uniform_row & uniform_key, FULL, PARTIAL), batch * down, across)
 
-    def _occurrences(self, ids: NDArray[np.int32]) -> tuple[Ints, Ints]:
+    def _occurrences(self, ids: Ints) -> tuple[Ints, Ints]:
         """Every (sequence x document, tile) that occurs, sorted: two arrays."""
         batch, tiles, _ = ids.shape
         group = np.arange(batch)[:, None, None] * self.documents + ids
-        code = np.unique((group * tiles + np.arange(tiles)[None, :, None])[ids >= 0])
+        code = ascending((group * tiles + np.arange(tiles)[None, :, None])[ids >= 0])
         return code // tiles, code % tiles
 
     def words(self, tiles: Tiles) -> Words:
@@ -77,7 +79,8 @@ class DocumentsLeaf(Leaf):
 
         def bits(part: slice) -> NDArray[np.bool_]:
             theirs = self.theirs[b_key[part], tiles.c[part]]
-            return theirs[:, :, None] == self.mine[b[part], tiles.t[part]][:, None]
+            same: NDArray[np.bool_] = theirs[:, :, None] == self.mine[b[part], tiles.t[part]][:, None]
+            return same
 
         return words_by_chunk(bits, len(tiles.t))
 
@@ -181,7 +184,8 @@ class BlocksLeaf(Leaf):
         steps = np.arange(self.met) * self.size
         row = self._row(self._place(tiles)[:, None] + steps)
         column = np.minimum((tiles.c[:, None] * TILE + steps) // self.size, self.table.shape[3] - 1)
-        return self.table[b, h, row[:, :, None], column[:, None]]
+        part: NDArray[np.bool_] = self.table[b, h, row[:, :, None], column[:, None]]
+        return part
 
     def _place(self, tiles: Tiles) -> Ints:
         return tiles.t * TILE + self.grid.offsets[tiles.b if len(self.grid.offsets) > 1 else 0]
@@ -231,7 +235,7 @@ class KeepLeaf(Leaf):
         return tuple(x if size > 1 else np.zeros_like(x) for x, size in zip(tiles, self.tiles.shape[:4], strict=True))
 
 
-def _tiled(ids: NDArray[np.int32], tiles: int) -> NDArray[np.int32]:
+def _tiled(ids: Ints, tiles: int) -> Ints:
     """[B, L] as [B, tiles, 64]; the last id fills up, so that an uneven tile stays uniform if it can."""
     return np.pad(ids, ((0, 0), (0, tiles * TILE - ids.shape[1])), mode="edge").reshape(len(ids), tiles, TILE)
 
@@ -247,7 +251,8 @@ def _members(idx: Ints, length: int, tiles: int) -> Words:
 def _any_all(words: Words, length: int) -> NDArray[np.int64]:
     """EMPTY, PARTIAL or FULL per word [B, tiles], looking at the first `length` bits of a row only."""
     care = below(length - np.arange(words.shape[1]) * TILE)
-    return ((words & care) != 0).astype(np.int64) + ((words | ~care) == ONES)
+    value: Ints = ((words & care) != 0).astype(np.int64) + ((words | ~care) == ONES)
+    return value
 
 
 def _pack_queries(dense: NDArray[np.bool_]) -> Words:

@@ -26,6 +26,7 @@ from poise.lowering.grid import (
     Words,
     below,
     combine,
+    group,
     invert,
     lengths,
     spans,
@@ -37,6 +38,7 @@ from poise.lowering.tables import BlocksLeaf, DocumentsLeaf, GlobalLeaf, KeepLea
 from poise.mask import And, Blocks, Dilated, Documents, GlobalTokens, Keep, Lengths, Mask, Not, Or, Window
 
 _WHOLE, _NOTHING = -1, -2  # in place of a pattern's index
+_MIXERS = np.random.Generator(np.random.PCG64(0)).integers(1, 1 << 63, TILE, dtype=np.uint64) | np.uint64(1)
 
 
 class TileMap(NamedTuple):
@@ -75,7 +77,7 @@ def tile_map(mask: Mask, grid: Grid, covers: Sequence[Leaf] = ()) -> TileMap | N
     start = np.concatenate([runs.at[whole], at])
     count = np.concatenate([size[whole], np.ones(len(at), np.int64)])
     pattern = np.concatenate([np.full(int(whole.sum()), _WHOLE), pattern])
-    order = np.argsort(start)
+    order = np.argsort(start, kind="stable")  # two ascending pieces: a merge
     order = order[pattern[order] != _NOTHING]
     start, count, pattern = start[order], count[order], pattern[order]
     row = start // across
@@ -177,7 +179,7 @@ def _resolve(root: _Node | Leaf, leaves: list[Leaf], tiles: Tiles, grid: Grid) -
             values, key = np.unique(key, return_inverse=True)
             size = len(values)
         code, limit = code * size + key, limit * size
-    _, chosen, which = np.unique(code, return_index=True, return_inverse=True)
+    chosen, which = group(code, limit)
 
     words = _words(root, Tiles(*(x[chosen] for x in tiles)))  # [U, 64]
     row_care = np.where(edge_row[chosen], below(np.array([ragged_rows])), ONES)[:, None]
@@ -194,11 +196,10 @@ def _distinct(words: Words) -> tuple[Words, Ints]:
     """The distinct rows, and for each row which of them it is."""
     if len(words) == 0:
         return words, np.zeros(0, np.int64)
-    mixers = np.random.Generator(np.random.PCG64(0)).integers(1, 1 << 63, TILE, dtype=np.uint64) | np.uint64(1)
     # Multiplying moves bits up only: unless the upper half is folded down, patterns of high bits all look alike.
     folded = (words ^ (words >> np.uint64(29))) * np.uint64(0x9E37_79B9_7F4A_7C15)
     folded ^= folded >> np.uint64(32)
-    _, first, which = np.unique((folded * mixers).sum(1), return_index=True, return_inverse=True)
+    _, first, which = np.unique((folded * _MIXERS).sum(1), return_index=True, return_inverse=True)
     if not np.array_equal(words[first[which]], words):  # two patterns share a hash: compare whole rows
         table, which = np.unique(words, axis=0, return_inverse=True)
         return table, which.reshape(-1)
