@@ -34,6 +34,7 @@ class Truth:
     packed: Tensor
     naive_out: Tensor
     naive_packed: Tensor
+    largest_score: Tensor  # [B, H, N], the size of what is rounded
     amplify: float  # from the naive's precision to the call's: 1, or eps64 / eps32
 
 
@@ -48,7 +49,8 @@ def truth(**arguments: Any) -> Truth:
     assert naive_packed is not None
     amplify = 1.0 if single is problem else torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     layout = arguments.get("layout", "bhsd")
-    return Truth(problem, layout, out, packed, _naive(single).double(), naive_packed.double(), amplify)
+    naive_out, size = _naive(single).double(), _largest_score(exact, packed)
+    return Truth(problem, layout, out, packed, naive_out, naive_packed.double(), size, amplify)
 
 
 def double(problem: Problem) -> Problem:
@@ -67,7 +69,7 @@ def check_out(out: Tensor, truth: Truth) -> None:
     slack = torch.zeros(())
     if problem.q.dtype == torch.float64:  # the truth is rounded to the same precision: its scores are off as well
         largest = max([0.0, *problem.v[problem.v.isfinite()].abs().tolist()])
-        slack = 2 * largest * _score_error(truth, 4 * torch.finfo(torch.float64).eps)[..., None]
+        slack = 2 * largest * 4 * torch.finfo(torch.float64).eps * truth.largest_score[..., None]
     _check("out", got, truth.out.to(problem.q.dtype).double(), truth, truth.out, truth.naive_out, slack)
 
 
@@ -125,9 +127,9 @@ def _where(name: str, wrong: Tensor, got: Tensor, exact: Tensor) -> str:
 
 
 def _slack(truth: Truth, eps: float) -> dict[str, Tensor]:
-    """Per row, what an error of eps times its largest score makes of each field, to first order."""
+    """Per row, what an error of eps times the size of its scores makes of each field, to first order."""
     exact = dict(zip(FIELDS, truth.packed, strict=True))
-    delta = _score_error(truth, eps)
+    delta = eps * truth.largest_score
     spread, spread_p = exact["var"].sqrt(), exact["var_p"].sqrt()
     slack = {
         "log_sum": 2 * delta,
@@ -141,11 +143,16 @@ def _slack(truth: Truth, eps: float) -> dict[str, Tensor]:
     return {name: slack.get(name, delta).nan_to_num(0.0) for name in FIELDS}
 
 
-def _score_error(truth: Truth, eps: float) -> Tensor:
-    """eps times the largest magnitude among a row's scores: [B, H, N]."""
-    exact = dict(zip(FIELDS, truth.packed, strict=True))
-    sizes = torch.stack([exact["max_score"], exact["min_score"], exact["max_logit"]]).abs()
-    return eps * torch.where(sizes.isfinite(), sizes, 0.0).amax(0)
+def _largest_score(exact: Problem, packed: Tensor) -> Tensor:
+    """The size of a row's scores that rounding sees, [B, H, N]: max |scale| sum |q||k|, or |s|, over visible keys."""
+    rows, cols = (torch.arange(length) for length in exact.shape[2:])
+    visible = ~torch.isneginf(reference.score_tile(exact, rows, cols, "biased"))
+    scale = exact.scale.abs() if isinstance(exact.scale, Tensor) else abs(exact.scale)
+    sizes = replace(exact, q=exact.q.abs(), k=exact.k.abs(), scale=scale)
+    dots = torch.where(visible, reference.score_tile(sizes, rows, cols, "raw"), 0.0)  # [B, H, N, M]
+    fields = dict(zip(FIELDS, packed.abs(), strict=True))
+    whole = torch.cat([dots, fields["max_score"][..., None], fields["min_score"][..., None]], -1)
+    return torch.where(whole.isfinite(), whole, 0.0).amax(-1)
 
 
 def _naive(problem: Problem) -> Tensor:
