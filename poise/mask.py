@@ -265,7 +265,7 @@ def global_tokens(idx: Tensor | Sequence[int]) -> Mask:
 def dilated(w: int, d: int) -> Mask:
     """|i' - j| <= w d and d divides i' - j: w keys to each side, d apart, and the query's own."""
     w, d = _number("dilated", "w", w), _number("dilated", "d", d, least=1)
-    return Window(w, w) if d == 1 else Dilated(w, d)
+    return Window(w, w) if d == 1 else Dilated(min(w, UNBOUNDED // d), d)
 
 
 def blocks(map: Tensor | Sequence[Sequence[bool]], size: int) -> Mask:

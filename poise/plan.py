@@ -146,9 +146,9 @@ def _bytes(plan: Plan) -> int:
 
 
 def _mask_plan(mask: Mask, shape: Shape, offset: Offset) -> Plan:
-    if isinstance(mask, Window):  # the same for every shape: generation would fill the cache with one plan per step
+    if type(mask) is Window:  # the same for every shape: generation would fill the cache with one plan per step
         return _cache.get(mask, lambda: Plan(left=mask.left, right=mask.right))
-    if isinstance(mask, Keep):
+    if type(mask) is Keep:
         return _OPEN if 0 in shape else Plan(masks=(mask.tensor.expand(shape),))
     if isinstance(mask, Lowered):
         mask.check_offset(offset)
@@ -180,11 +180,11 @@ def _lower_mask(mask: Mask, shape: Shape, offset: Offset) -> Plan:
     interval: Interval | None = None
     rest: list[Mask] = []
     for part in _operands(mask, offset):
-        if isinstance(part, Window):
+        if type(part) is Window:
             left, right = min(left, part.left), min(right, part.right)
-        elif isinstance(part, Lengths):
+        elif type(part) is Lengths:
             lengths.append(part)
-        elif isinstance(part, Keep):
+        elif type(part) is Keep:
             dense.append(part.tensor)
         elif (mine := as_intervals(part, grid)) is not None:
             interval = mine if interval is None else intersect(interval, mine)
@@ -223,18 +223,20 @@ def _operands(mask: Mask, offset: Offset, negated: bool = False) -> list[Mask]:
 
 
 def _push(mask: Mask, offset: Offset, negated: bool) -> Mask:
+    if not negated and type(mask) in (Window, Lengths, Keep):  # isinstance is slow on abstract classes
+        return mask
     if isinstance(mask, Lowered):
         mask.check_offset(offset)
         return _push(mask.mask, offset, negated)
     if isinstance(mask, Not):
         return _push(mask.mask, offset, not negated)
     if isinstance(mask, And | Or):
-        kind = And if isinstance(mask, And) != negated else Or
+        joined = And if isinstance(mask, And) != negated else Or
         flat: list[Mask] = []
         for part in mask.masks:
             pushed = _push(part, offset, negated)
-            flat.extend(pushed.masks if isinstance(pushed, kind) else (pushed,))
-        return kind(tuple(flat))
+            flat.extend(pushed.masks if isinstance(pushed, joined) else (pushed,))
+        return joined(tuple(flat))
     return Not(mask) if negated else mask
 
 

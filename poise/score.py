@@ -179,6 +179,8 @@ def relative(table: Tensor | Sequence[float]) -> Bias:
 
 def alibi_slopes(heads: int) -> Tensor:
     """The slopes of Press et al. (2022): 2^(-8 h / H), interleaved with those of 2H' when H is no power of two."""
+    if heads < 1:
+        raise ValueError(f"alibi_slopes: heads must be at least 1, got {heads}")
     closest = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (h + 1) / closest) for h in range(closest)]
     slopes += [2.0 ** (-4.0 * (2 * h + 1) / closest) for h in range(heads - closest)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,7 +38,7 @@ class DocumentsLeaf(Leaf):
     def __init__(self, mask: Documents, grid: Grid) -> None:
         self.grid = grid
         names, ids = np.unique(numbers(mask.ids), return_inverse=True)
-        ids = ids.reshape(mask.ids.shape)
+        ids = ids.reshape(mask.ids.shape).astype(np.int32)
         self.documents, length = len(names), ids.shape[1]
         place = grid.positions()
         batch = max(len(ids), len(place))
@@ -45,7 +47,7 @@ class DocumentsLeaf(Leaf):
             np.broadcast_to(clip(place, 0, length - 1), (batch, grid.rows)),
             axis=1,
         )
-        mine = np.where((place >= 0) & (place < length), mine, -1)
+        mine = np.where((place >= 0) & (place < length), mine, np.int32(-1))
         self.mine = _tiled(mine, grid.down)  # [B|1, T, 64]
         self.theirs = _tiled(ids[:, : grid.keys], grid.across)  # [B|1, C, 64]
         self.lines = (batch, 1)
@@ -66,7 +68,7 @@ class DocumentsLeaf(Leaf):
         uniform_key = (theirs == theirs[:, :, :1]).all(2)[row // down, key]
         return from_tiles(at, np.where(uniform_row & uniform_key, FULL, PARTIAL), batch * down, across)
 
-    def _occurrences(self, ids: Ints) -> tuple[Ints, Ints]:
+    def _occurrences(self, ids: NDArray[Any]) -> tuple[Ints, Ints]:
         """Every (sequence x document, tile) that occurs, sorted: two arrays."""
         batch, tiles, _ = ids.shape
         group = np.arange(batch)[:, None, None] * self.documents + ids
@@ -235,7 +237,7 @@ class KeepLeaf(Leaf):
         return tuple(x if size > 1 else np.zeros_like(x) for x, size in zip(tiles, self.tiles.shape[:4], strict=True))
 
 
-def _tiled(ids: Ints, tiles: int) -> Ints:
+def _tiled(ids: NDArray[Any], tiles: int) -> NDArray[Any]:
     """[B, L] as [B, tiles, 64]; the last id fills up, so that an uneven tile stays uniform if it can."""
     return np.pad(ids, ((0, 0), (0, tiles * TILE - ids.shape[1])), mode="edge").reshape(len(ids), tiles, TILE)
 
