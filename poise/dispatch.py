@@ -7,7 +7,9 @@ what op.py must know to spare plain calls both validation and choice. No argumen
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,10 +26,11 @@ IMPLS = ("cpu", "blockwise", "reference")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # The native ops for plain calls, (q, k, v, scale, left, right, offset, bshd), or None without the native library.
-attend: Any = ops.attend if ops.available() else None
-attend_observed: Any = ops.attend_observed if ops.available() else None
+attend: Callable[..., Tensor] | None = ops.attend if ops.available() else None
+attend_observed: Callable[..., tuple[Tensor, Tensor]] | None = ops.attend_observed if ops.available() else None
 EVERYTHING = (UNBOUNDED, UNBOUNDED, 0)  # left, right, offset
 
+_FLOAT64 = torch.float64
 _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _transforming = torch._C._are_functorch_transforms_active
@@ -98,17 +101,26 @@ def _under_transform(differentiable: tuple[tuple[str, Tensor], ...]) -> bool:
     if _transforming():
         return True
     return forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(tensor).tangent is not None for _, tensor in differentiable
+        forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+        for _, tensor in differentiable
     )
 
 
 def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a raw op may compute this: nobody differentiates, transforms or traces."""
-    return not (
-        _compiling()
-        or (_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
-        or forward_ad._current_level >= 0
-        or _transforming()
+    """Whether the native ops may take these tensors as they are: nobody differentiates, transforms or traces.
+
+    They check for themselves what they read. What is looked at here as well is common, and costs more to refuse there.
+    """
+    return (
+        q.dim() == 4
+        and q.dtype is not _FLOAT64
+        and q.is_cpu
+        and k.is_cpu
+        and v.is_cpu
+        and not (_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        and not _compiling()
+        and forward_ad._current_level < 0
+        and not _transforming()
     )
 
 
@@ -151,7 +163,10 @@ def run(problem: Problem, impl: Impl | None, stats: bool, layout: str) -> tuple[
 
 def lowered(problem: Problem) -> Plan:
     """The problem's mask and bias as the plain data that kernels read."""
-    return lower(problem.mask, problem.bias, problem.shape, problem.offset, problem.q.device)
+    mask, bias, shape, offset, device = problem.mask, problem.bias, problem.shape, problem.offset, problem.q.device
+    if type(mask) is Window and _compiling():  # a compiler can't trace the lock of the cache of plans
+        return replace(lower(None, bias, shape, offset, device), left=mask.left, right=mask.right)
+    return lower(mask, bias, shape, offset, device)
 
 
 _warned = False
@@ -163,4 +178,8 @@ def _warn_if_missing(problem: Problem) -> None:
     if _warned or ops.available() or problem.q.device.type != "cpu" or _compiling():
         return
     _warned = True
-    warnings.warn(ops.why_missing(), RuntimeWarning, stacklevel=4)
+    warnings.warn(
+        f"poise computes by torch ops, many times slower than by its CPU kernels: {ops.why_missing()}",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -168,9 +168,9 @@ def observe(
         layout=layout,
         sink_keys=sink_keys,
     )
-    out, packed = run(problem, impl, True, layout)
-    assert packed is not None
-    packed = packed[(slice(None),) + (0,) * (4 - q.dim())]  # [11, B, H, N], [11, H, N] or [11, N]
+    out, rows = run(problem, impl, True, layout)
+    assert rows is not None
+    packed = rows[(slice(None),) + (0,) * (4 - q.dim())]  # [11, B, H, N], [11, H, N] or [11, N]
     return _as_given(out, q.dim(), layout), ScoreStats(packed, problem.sink, problem.sink_keys, layout)
 
 

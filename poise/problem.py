@@ -146,20 +146,26 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor
             f"q, k and v must be on one device; got q on {q.device}, k on {k.device}, v on {v.device}. "
             "Move them with .to(q.device)"
         )
-    given = _three(q, k, v)
-    q, k, v = (_four_dims(tensor, layout) for tensor in (q, k, v))
+    given = (q, k, v)
+    q, k, v = (_four_dims(tensor, layout) for tensor in given)
     if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"q, k and v must have the same batch size; got {given}. Expand the smaller one with .expand")
+        raise ValueError(
+            f"q, k and v must have the same batch size; got {_three(*given)}. Expand the smaller one with .expand"
+        )
     if k.shape[1] != v.shape[1]:
-        raise ValueError(f"k and v must have the same number of heads; got {k.shape[1]} and {v.shape[1]}: {given}")
+        raise ValueError(
+            f"k and v must have the same number of heads; got {k.shape[1]} and {v.shape[1]}: {_three(*given)}"
+        )
     if k.shape[2] != v.shape[2]:
-        raise ValueError(f"k and v must hold the same number of keys; got {k.shape[2]} and {v.shape[2]}: {given}")
+        raise ValueError(
+            f"k and v must hold the same number of keys; got {k.shape[2]} and {v.shape[2]}: {_three(*given)}"
+        )
     if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have the same head dim; got {q.shape[3]} and {k.shape[3]}: {given}")
+        raise ValueError(f"q and k must have the same head dim; got {q.shape[3]} and {k.shape[3]}: {_three(*given)}")
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(
-            f"the heads of q must be a multiple of the heads of k and v; got {heads} and {kv_heads}: {given}"
+            f"the heads of q must be a multiple of the heads of k and v; got {heads} and {kv_heads}: {_three(*given)}"
             + _layout_hint(q, k, layout)
         )
     return q, k, v
@@ -183,7 +189,7 @@ def _layout_hint(q: Tensor, k: Tensor, layout: str) -> str:
     return f". If these are {_expected(other)} tensors, pass layout={other!r}"
 
 
-def _check_mask(mask: MaskLike | None, shape: tuple[int, int, int, int], device: torch.device) -> Mask | None:
+def _check_mask(mask: object, shape: tuple[int, int, int, int], device: torch.device) -> Mask | None:
     if mask is None:
         return None
     if isinstance(mask, Tensor):
@@ -195,7 +201,8 @@ def _check_mask(mask: MaskLike | None, shape: tuple[int, int, int, int], device:
             )
         mask = keep(mask)
     if not isinstance(mask, Mask):
-        hint = f". Call it: poise.{mask.__name__}(...)" if callable(mask) and hasattr(mask, "__name__") else ""
+        name = getattr(mask, "__name__", "")
+        hint = f". Call it: poise.{name}(...)" if callable(mask) and name else ""
         raise TypeError(
             f"mask must be a mask object such as poise.causal(), a bool tensor or None; got {type(mask).__name__}{hint}"
         )

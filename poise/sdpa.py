@@ -74,7 +74,7 @@ def scaled_dot_product_attention(
     if query.dim() > 4:
         query, key, value = (tensor.flatten(0, -4) for tensor in (query, key, value))
     out = attention(query, key, value, mask=mask, bias=bias, scale=scale, dropout=dropout_p, q_offset="start")
-    return out.unflatten(0, lead[:-1]) if len(lead) > 2 else out
+    return out.reshape(*lead, *out.shape[-2:])
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -99,7 +99,7 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
         need = "3 dims [heads, sequence, dim] for enable_gqa=True" if enable_gqa else "2 dims [sequence, dim]"
         raise ValueError(f"query, key and value must have at least {need}; got {_shapes(*tensors)}")
     try:
-        lead = torch.broadcast_shapes(*(tensor.shape[:-fixed] for tensor in tensors))
+        lead = torch.broadcast_shapes(*(x.shape[:-fixed] for x in tensors))  # type: ignore[no-untyped-call]
     except RuntimeError:
         hint = "" if enable_gqa else ". For fewer key than query heads pass enable_gqa=True"
         raise ValueError(
