@@ -97,7 +97,7 @@ class ScoreStats:
     def lse(self) -> Tensor:
         """log(sum e^s + e^sink): the softmax's normaliser, so that p = e^(s - lse). Empty: the sink, or -inf."""
         lse0, sink = self._lse_of_keys, self._sink_score
-        return lse0 if sink is None else torch.logaddexp(lse0, sink)
+        return lse0 if sink is None else _logaddexp(lse0, sink)
 
     @property
     def max_logit(self) -> Tensor:
@@ -206,6 +206,15 @@ class ScoreStats:
             return ScoreSummary.of({name: getattr(self, name) for name in EDGES}, by)
 
 
+def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
+    """log(e^x + e^y), where torch's own has no second derivative at -inf."""
+    y = y.expand_as(x)
+    no_x, no_y = torch.isneginf(x), torch.isneginf(y)
+    filled = x.masked_fill(no_x, 0.0)
+    both = filled - torch.nn.functional.logsigmoid(filled - y.masked_fill(no_y, 0.0))
+    return torch.where(no_x, y, torch.where(no_y, x, both))
+
+
 def _surprise(p: Tensor, log_p: Tensor) -> Tensor:
     """-p log p, 0 at p = 0 (log p may be -inf there), NaN for NaN; so are its derivatives."""
     return -p * log_p.masked_fill(p == 0, 0.0)
@@ -232,7 +241,7 @@ def _merge_two(out_x: Tensor, x: ScoreStats, out_y: Tensor, y: ScoreStats) -> tu
     largest = torch.maximum(fx["max_score"], fy["max_score"])
     # Sums relative to the common maximum: log sum e^(s - largest) of each part, -inf for a part without keys.
     sum_x, sum_y = _relative_sum(fx, largest), _relative_sum(fy, largest)
-    total = torch.logaddexp(sum_x, sum_y)
+    total = _logaddexp(sum_x, sum_y)
     wx, wy = _weight(sum_x, total), _weight(sum_y, total)
     shift_x = fx["shift"] + _gap(fx["max_score"], largest, wx)  # E_x[s] - max
     shift_y = fy["shift"] + _gap(fy["max_score"], largest, wy)
