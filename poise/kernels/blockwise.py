@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from poise.dropout import keep
-from poise.kernels.selective import Mix, Pair, needs_care
+from poise.kernels.selective import mix, needs_care, pair
 from poise.kernels.tiles import (
     Tile,
     compute_dtype,
@@ -44,8 +44,11 @@ from poise.problem import Problem
 from poise.score import Bias, Dense
 from poise.stats import FIELDS
 
+_unpack_dual: Any = forward_ad.unpack_dual  # torch leaves it untyped
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # of autograd's own vmap, as in grad(is_grads_batched=True)
+
 # Statistics of a row that sees nothing; 0 where not named.
-_EMPTY = {"lse": -math.inf, "max_score": -math.inf, "max_logit": -math.inf, "min_score": math.inf}
+_EMPTY = {"max_score": -math.inf, "max_logit": -math.inf, "min_score": math.inf}
 
 
 def run(problem: Problem, stats: bool) -> tuple[Tensor, Tensor | None]:
@@ -59,7 +62,8 @@ def run(problem: Problem, stats: bool) -> tuple[Tensor, Tensor | None]:
         if _wants_grad(tensors):
             # The graph holds the operands as saved tensors, where in-place checks and offloading hooks see them.
             hollow = with_operands(problem, [torch.empty_like(tensor, device="meta") for tensor in tensors])
-            return _Attention.apply(hollow, stats, careful, *tensors)
+            result: tuple[Tensor, Tensor | None] = _Attention.apply(hollow, stats, careful, *tensors)  # type: ignore[no-untyped-call]
+            return result
         return _swept(problem, stats, careful)
 
 
@@ -237,7 +241,7 @@ def _scores(part: Problem, tile: Tile, visible: Tensor | None, careful: bool) ->
     q = q * (part.scale[..., None] if isinstance(part.scale, Tensor) else part.scale)
     rows = q.reshape(b, g, h // max(g, 1) * n, d)  # query heads that share keys are more rows to them
     if careful and visible is not None:
-        z = Pair.apply(rows, k, visible.reshape(b, g, rows.shape[2], m)).view(b, h, n, m)
+        z = pair(rows, k, visible.reshape(b, g, rows.shape[2], m)).view(b, h, n, m)
     else:
         z = (rows @ k.mT).view(b, h, n, m)
     s = z
@@ -264,7 +268,7 @@ def _attend(
     weights = torch.where(_kept(part, tile), p, 0.0) if part.dropout else p
     weights = weights.reshape(b, g, h // max(g, 1) * n, m)
     if careful and scores.visible is not None:
-        out = Mix.apply(weights, v, scores.visible.reshape(weights.shape)).view(b, h, n, d)
+        out = mix(weights, v, scores.visible.reshape(weights.shape)).view(b, h, n, d)
     else:
         out = (weights @ v).view(b, h, n, d)
     if part.dropout:
@@ -296,14 +300,18 @@ def _statistics(part: Problem, tile: Tile, scores: _Scores, p: Tensor) -> Tensor
         return value if visible is None else torch.where(visible, value, otherwise)
 
     largest = s.amax(-1)
+    distance = s - largest[..., None]
+    log_sum = distance.exp().sum(-1).log()
     # Where p is 0 a term counts for nothing, however far down the score is.
-    gap = torch.where(p == 0, 0.0, s - largest[..., None])
+    gap = torch.where(p == 0, 0.0, distance)
     shift = (p * gap).sum(-1)
     each = 1.0 / count.clamp_min(1.0)[..., None]
     mean = (seen(s, 0.0) * each).sum(-1)  # divided first: a sum of huge biases may overflow where their mean does not
     sinks = [key - tile.keys.start for key in part.sink_keys if tile.keys.start <= key < tile.keys.stop]
+    # A row without a p has no mass either, also if it sees no sink key.
+    mass = sum((p[..., key] for key in sinks), torch.zeros_like(shift))
     fields = {
-        "lse": _log_sum_exp(s),
+        "log_sum": log_sum,
         "max_score": largest,
         "max_logit": largest if part.softcap is None and not part.bias else seen(z, -math.inf).amax(-1),
         "min_score": seen(s, math.inf).amin(-1),
@@ -313,7 +321,7 @@ def _statistics(part: Problem, tile: Tile, scores: _Scores, p: Tensor) -> Tensor
         "shift": shift,
         "var_p": (p * (gap - shift[..., None]).square()).sum(-1),
         "collision": p.square().sum(-1),
-        "sink_mass": sum((p[..., key] for key in sinks), torch.zeros_like(shift)),
+        "sink_mass": torch.where(log_sum.isnan(), math.nan, mass),
     }
     if empty is not None:
         fields = {name: torch.where(empty[..., 0], _EMPTY.get(name, 0.0), x) for name, x in fields.items()}
@@ -352,4 +360,4 @@ def _transformed(tensors: Sequence[Tensor]) -> bool:
     """Whether something other than plain autograd is watching: torch.func, dual numbers or a compiler."""
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
         return True
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    return any(_is_batched(tensor) or _unpack_dual(tensor).tangent is not None for tensor in tensors)

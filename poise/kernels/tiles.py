@@ -17,7 +17,7 @@ from torch import Tensor
 
 from poise.mask import UNBOUNDED, And, Dilated, Lengths, Lowered, Mask, Or, Window
 from poise.problem import Problem
-from poise.score import Alibi, Bias, Dense
+from poise.score import Alibi, Bias, Dense, Relative
 
 # Scores per tile. On a CPU a matrix of them stays in a core's cache; elsewhere a tile must be large to pay for its
 # launch. It must not depend on the number of threads, for neither may the result.
@@ -125,8 +125,12 @@ def with_operands(problem: Problem, tensors: Sequence[Tensor]) -> Problem:
     q, k, v, *rest = tensors
     scale = rest.pop(0) if isinstance(problem.scale, Tensor) else problem.scale
     sink = rest.pop(0) if problem.sink is not None else None
-    bias = tuple(replace(term, **{_field(term): x}) for term, x in zip(problem.bias, rest, strict=True))
+    bias = tuple(_rebuilt(term, x) for term, x in zip(problem.bias, rest, strict=True))
     return replace(problem, q=q, k=k, v=v, scale=scale, sink=sink, bias=bias)
+
+
+def _rebuilt(term: Bias, tensor: Tensor) -> Bias:
+    return Dense(tensor) if isinstance(term, Dense) else Alibi(tensor) if isinstance(term, Alibi) else Relative(tensor)
 
 
 def _field(term: Bias) -> str:
@@ -148,7 +152,8 @@ def of_tile(problem: Problem, tile: Tile, leaves: Sequence[Tensor]) -> Problem:
 
 def cut(kind: str, tensor: Tensor, tile: Tile) -> Tensor:
     """The view of an operand that a tile reads."""
-    return _sliced(tensor, [slice(None) if axis is None else getattr(tile, axis) for axis in _AXES[kind]])
+    parts = [slice(None) if axis is None else getattr(tile, axis) for axis in _AXES[kind]]
+    return tensor[tuple(parts)] if kind in ("q", "k", "v") else _sliced(tensor, parts)
 
 
 def _sliced(tensor: Tensor, slices: Sequence[slice]) -> Tensor:
