@@ -292,12 +292,15 @@ struct Forward {
       const vf reference = FINAL ? top[j] : top[j] * slope;
       const vf intercept = zero_if_empty(reference), move = state.reference[j] - intercept;
       alpha[j] = exp2_of(FINAL ? move * splat(kLog2e) : move);
-      if (STATS) add_sink_keys(g, j, piece, slope, intercept, alpha[j]);
-      const Added added = masked ? weights<Cells, STATS, true, FINAL>(s + j * W, rows, slope, intercept)
-                                 : weights<Cells, STATS, false, FINAL>(s + j * W, rows, slope, intercept);
-      if (STATS)
-        merge_moments(state, j, alpha[j], select(equal(state.reference[j], splat(-kInf)), splat(0.0f), move), added);
-      state.sum[j] = alpha[j] * state.sum[j] + added.sum;
+      const vf finite_move = select(equal(state.reference[j], splat(-kInf)), splat(0.0f), move);
+      vf pilot = splat(0.0f);
+      if (STATS) {
+        add_sink_keys(g, j, piece, slope, intercept, alpha[j]);
+        pilot = guess_mean<FINAL>(state, j, finite_move, s + j * W, rows, slope, intercept);
+      }
+      const Added added = masked ? weights<Cells, STATS, true, FINAL>(s + j * W, rows, slope, intercept, pilot)
+                                 : weights<Cells, STATS, false, FINAL>(s + j * W, rows, slope, intercept, pilot);
+      join_lanes<STATS>(state, j, alpha[j], finite_move, added);
       state.top[j] = top[j];
       state.reference[j] = reference;
     }
@@ -341,21 +344,17 @@ struct Forward {
         const vf empty = splat(-kInf), zero = splat(0.0f), unit = splat(FINAL ? kLog2e : 1.0f);
         const vf move = mine.reference[j] - safe, other_move = other.reference[j] - safe;
         const vf alpha = exp2_of(move * unit), other_alpha = exp2_of(other_move * unit);
+        const vf by = select(equal(other.reference[j], empty), zero, other_move);
+        const Added added = {
+            {other_alpha * other.soft.weight[j], other.soft.mean[j] + by, other_alpha * other.soft.deviation[j]},
+            {other.plain.weight[j], other.plain.mean[j] + by, other.plain.deviation[j]},
+            other_alpha * other_alpha * other.squares[j],
+            other.low[j]};
+        join_lanes<STATS>(mine, j, alpha, select(equal(mine.reference[j], empty), zero, move), added);
         if (STATS) {
-          const vf by = select(equal(other.reference[j], empty), zero, other_move);
-          const Added added = {zero,
-                               other_alpha * (other.sum_t[j] + by * other.sum[j]),
-                               other_alpha * (other.sum_tt[j] + by * (other.sum_t[j] + other.sum_t[j] + by * other.sum[j])),
-                               other_alpha * other_alpha * other.squares[j],
-                               other.count[j],
-                               other.mean[j] + by,
-                               other.deviation[j],
-                               other.low[j]};
-          merge_moments(mine, j, alpha, select(equal(mine.reference[j], empty), zero, move), added);
           mine.top_logit[j] = vmax(other.top_logit[j], mine.top_logit[j]);
           mine.sink_sum[j] = alpha * mine.sink_sum[j] + other_alpha * other.sink_sum[j];
         }
-        mine.sum[j] = alpha * mine.sum[j] + other_alpha * other.sum[j];
         mine.top[j] = vmax(other.top[j], mine.top[j]);
         mine.reference[j] = reference;
         for (int d = 0; d < v_dims; ++d) {
@@ -378,8 +377,8 @@ struct Forward {
       vf inverse[kGroupVecs];
       uint64_t mine = 0;
       for (int j = 0; j < vecs[g]; ++j) {
-        inverse[j] = normaliser(state, j);
-        mine |= (uint64_t)(bits_of(equal(state.sum[j] - state.sum[j], splat(0.0f))) ^ ((1u << W) - 1)) << (j * W);
+        inverse[j] = normaliser(state, g, j);
+        mine |= (uint64_t)(bits_of(equal(state.soft.weight[j] - state.soft.weight[j], splat(0.0f))) ^ ((1u << W) - 1)) << (j * W);
       }
       char* out = (char*)row_at(args.out, args.dtype, block.b, block.h, block.first + g * kLanes);
       mine |= unpack_output(scratch.ot[g], queries, vecs[g], (int)args.Dv, inverse, out,
@@ -392,38 +391,52 @@ struct Forward {
   }
 
  private:
+  // By how much the reference, a rounded product, exceeds top's exact place, in t's units.
+  vf rounding(const State& state, int g, int j) const {
+    if (FINAL) return splat(0.0f);
+    const vf slope = load(scale + g * kLanes + j * W) * splat(kLog2e);
+    const vf off = state.reference[j] - state.top[j] * slope;  // one FMA: exact
+    return select(equal(state.reference[j], splat(-kInf)), splat(0.0f), off);
+  }
+
   // What to multiply O by: 1 / sum, the sink counted in; 0 for a row that sees nothing.
-  vf normaliser(const State& state, int j) const {
-    const vf zero = splat(0.0f), sum = state.sum[j];
-    if (!args.sink) return select(equal(sum, zero), zero, splat(1.0f) / sum);
-    const float unit = FINAL ? kLog2e : 1.0f;
-    const vf sink = splat(FINAL ? args.sink[block.h] : args.sink[block.h] * kLog2e);
-    const vf larger = zero_if_empty(vmax(sink, state.reference[j]));
-    const vf alpha = exp2_of((state.reference[j] - larger) * splat(unit));
-    const vf total = sum * alpha + exp2_of((sink - larger) * splat(unit));
-    return select(equal(sum, zero), zero, alpha / total);
+  vf normaliser(const State& state, int g, int j) const {
+    const vf zero = splat(0.0f), one = splat(1.0f), sum = state.soft.weight[j];
+    if (!args.sink) return select(equal(sum, zero), zero, one / sum);
+    // e^-|top - sink| with the roundings of the product and of the difference carried along: far apart, the exponent's
+    // last digit counts.
+    const vf factor = FINAL ? one : load(scale + g * kLanes + j * W), sink = splat(args.sink[block.h]);
+    const vf top = state.top[j] * factor, top_tail = state.top[j] * factor - top;
+    const vf gap = top - sink, back = gap - top, gap_tail = (top - (gap - back)) - (sink + back) + top_tail;
+    const vf size = vmax(gap, -gap), t = -size * splat(kLog2e);
+    const vf tail = select(less(gap, zero), gap_tail, -gap_tail) * splat(kLog2e) - size * splat(1.9259630e-8f) -
+                    (size * splat(kLog2e) + t);
+    const vf usable = select(less(size, splat(1e30f)), tail, zero);
+    const vf small = exp2_of(t) * (one + usable * splat(kLn2));
+    const vf keys = select(less(gap, zero), small, one) * exp2_of(rounding(state, g, j));
+    const vf total = sum * keys + select(less(gap, zero), one, small);
+    return select(equal(sum, zero), zero, keys / total);
   }
 
   void write_stats(int g, int j) const {
     const State& state = scratch.state[g];
     const vf zero = splat(0.0f), one = splat(1.0f), unit = splat(FINAL ? 1.0f : kLn2);
     const vf factor = load(scale + g * kLanes + j * W);
-    const vmask empty = equal(state.count[j], zero);
-    const vf sum = select(equal(state.sum[j], zero), one, state.sum[j]), count = select(empty, one, state.count[j]);
+    const vmask empty = equal(state.plain.weight[j], zero);
+    const vf sum = select(equal(state.soft.weight[j], zero), one, state.soft.weight[j]);
+    const vf count = select(empty, one, state.plain.weight[j]);
     const vf top = FINAL ? state.top[j] : state.top[j] * factor;
-    // The reference is the rounded top; by how much it is off is known exactly.
-    const vf off = FINAL ? zero : select(empty, zero, -(state.top[j] * (factor * splat(kLog2e)) - state.reference[j]));
-    const vf mean_t = state.sum_t[j] / sum;
+    const vf off = rounding(state, g, j);
     vf value[kFields];
     value[kLogSum] = vmax(log_of(sum) + off * unit, zero);
     value[kMaxScore] = top;
     value[kMaxLogit] = FINAL ? state.top_logit[j] : top;
     value[kMinScore] = FINAL ? state.low[j] : state.low[j] * factor;
-    value[kMean] = FINAL ? state.reference[j] + state.mean[j] : (state.reference[j] + state.mean[j]) * unit;
-    value[kVar] = state.deviation[j] / count * unit * unit;
-    value[kCount] = state.count[j];
-    value[kShift] = vmin((mean_t + off) * unit, zero);
-    value[kVarP] = vmax(state.sum_tt[j] / sum - mean_t * mean_t, zero) * unit * unit;
+    value[kMean] = (state.reference[j] + state.plain.mean[j]) * unit;
+    value[kVar] = state.plain.deviation[j] / count * unit * unit;
+    value[kCount] = state.plain.weight[j];
+    value[kShift] = vmin((state.soft.mean[j] + off) * unit, zero);
+    value[kVarP] = state.soft.deviation[j] / sum * unit * unit;
     value[kCollision] = state.squares[j] / (sum * sum);
     value[kSinkMass] = state.sink_sum[j] / sum;
     static const Field zero_when_empty[] = {kLogSum, kMean, kVar, kShift, kVarP, kCollision, kSinkMass};

@@ -80,7 +80,7 @@ void start(const ForwardArgs& args, const Threads& threads) {
 
 template <class Cells>
 void run(const ForwardArgs& args, const Threads& threads) {
-  const bool final_scores = args.softcap != 0.0f || args.num_biases || args.table || args.slopes;
+  const bool final_scores = !kFused || args.softcap != 0.0f || args.num_biases || args.table || args.slopes;
   if (args.stats)
     final_scores ? start<Cells, true, true>(args, threads) : start<Cells, true, false>(args, threads);
   else

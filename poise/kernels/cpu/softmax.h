@@ -20,25 +20,31 @@ struct Lanes {
   POISE_INLINE const vf& operator[](int j) const { return at[j]; }
 };
 
+// Moments of t over keys, each with a weight: their sum, the mean, and the weighted squares about that mean.
+struct Moments {
+  Lanes<kGroupVecs> weight, mean, deviation;
+};
+
 struct State {
   Lanes<kGroupVecs> top;        // largest score; -inf while nothing is visible
-  Lanes<kGroupVecs> reference;  // what sums are relative to; -inf likewise
-  Lanes<kGroupVecs> sum;        // sum of w = 2^t (raw) or e^t (final)
-  // From here on only with statistics.
-  Lanes<kGroupVecs> sum_t, sum_tt;  // sums of w t and w t^2
-  Lanes<kGroupVecs> squares;        // sum of w^2
-  Lanes<kGroupVecs> count, mean, deviation;  // of t over the visible keys: how many, mean, sum of squared deviations
-  Lanes<kGroupVecs> low;            // smallest score, in top's units
-  Lanes<kGroupVecs> top_logit;      // largest z; only where it is not top
-  Lanes<kGroupVecs> sink_sum;       // sum of w over sink_keys
+  Lanes<kGroupVecs> reference;  // what t is relative to; -inf likewise
+  Moments soft;                 // with weights w = 2^t (raw) or e^t (final): its weight is the softmax's denominator
+  // From here on, and soft's moments, only with statistics.
+  Moments plain;                // every visible key counts 1
+  Lanes<kGroupVecs> squares;    // sum of w^2
+  Lanes<kGroupVecs> low;        // smallest score, in top's units
+  Lanes<kGroupVecs> top_logit;  // largest z; only where it is not top
+  Lanes<kGroupVecs> sink_sum;   // sum of w over sink_keys
 };
 
 inline void reset(State& state) {
+  const vf zero = splat(0.0f);
   for (int j = 0; j < kGroupVecs; ++j) {
     state.top[j] = state.reference[j] = state.top_logit[j] = splat(-kInf);
     state.low[j] = splat(kInf);
-    state.sum[j] = state.sum_t[j] = state.sum_tt[j] = state.squares[j] = splat(0.0f);
-    state.count[j] = state.mean[j] = state.deviation[j] = state.sink_sum[j] = splat(0.0f);
+    state.squares[j] = state.sink_sum[j] = zero;
+    state.soft.weight[j] = state.soft.mean[j] = state.soft.deviation[j] = zero;
+    state.plain.weight[j] = state.plain.mean[j] = state.plain.deviation[j] = zero;
   }
 }
 
@@ -46,93 +52,136 @@ POISE_INLINE vf zero_if_empty(vf reference) {
   return select(equal(reference, splat(-kInf)), splat(0.0f), reference);
 }
 
-// What more keys add, relative to the new reference; mean and deviation as in State.
-struct Added {
-  vf sum, sum_t, sum_tt, squares, count, mean, deviation, low;
+struct Moment {
+  vf weight, mean, deviation;
 };
 
-// Adds keys to the sums of lane vector j, apart from `sum` itself: the old ones move by `move` (in t's units, 0 if there
-// were none) and shrink by alpha. 
-POISE_INLINE void merge_moments(State& state, int j, vf alpha, vf move, const Added& added) {
-  const vf sum = state.sum[j], sum_t = state.sum_t[j];
-  state.sum_tt[j] = alpha * (state.sum_tt[j] + move * (sum_t + sum_t + move * sum)) + added.sum_tt;
-  state.sum_t[j] = alpha * (sum_t + move * sum) + added.sum_t;
+// The moments of a sum of w, w (t - about) and w (t - about)^2.
+POISE_INLINE Moment moment(vf weight, vf sum, vf square, vf about) {
+  const vf zero = splat(0.0f);
+  const vf mean = sum / select(equal(weight, zero), splat(1.0f), weight), deviation = square - sum * mean;
+  // Infinite squares (scores near finfo.max) make this inf - inf: the deviation is infinite then.
+  return {weight, about + mean, select(equal(deviation, deviation), vmax(deviation, zero), splat(kInf))};
+}
+
+// Chan's merge: lane vector j of `into`, whose weights shrink by alpha and whose t moved by `move`, and `added`.
+POISE_INLINE void merge(Moments& into, int j, vf alpha, vf move, const Moment& added) {
+  const vf zero = splat(0.0f), old = alpha * into.weight[j], weight = old + added.weight;
+  const vf share = added.weight / select(equal(weight, zero), splat(1.0f), weight);
+  const vf old_mean = into.mean[j] + move, difference = added.mean - old_mean;
+  const vf apart = difference * difference * old * share;  // may be inf * 0 where one side is empty
+  into.deviation[j] = alpha * into.deviation[j] + added.deviation + select(equal(old * share, zero), zero, apart);
+  into.mean[j] = select(equal(share, zero), old_mean, old_mean + difference * share);
+  into.weight[j] = weight;
+}
+
+// What more keys add, relative to the new reference.
+struct Added {
+  Moment soft, plain;
+  vf squares, low;
+};
+
+// Joins keys to lane vector j: what is there moves by `move` (in t's units, 0 if there is nothing) and shrinks by alpha.
+template <bool STATS>
+POISE_INLINE void join_lanes(State& state, int j, vf alpha, vf move, const Added& added) {
+  if (!STATS) {
+    state.soft.weight[j] = alpha * state.soft.weight[j] + added.soft.weight;
+    return;
+  }
+  merge(state.soft, j, alpha, move, added.soft);
+  merge(state.plain, j, splat(1.0f), move, added.plain);
   state.squares[j] = alpha * alpha * state.squares[j] + added.squares;
-  const vf zero = splat(0.0f), one = splat(1.0f);
-  const vf old_mean = state.mean[j] + move, count = state.count[j] + added.count;
-  const vf difference = added.mean - old_mean;
-  const vf share = added.count / select(equal(count, zero), one, count);
-  state.deviation[j] = state.deviation[j] + added.deviation + difference * difference * state.count[j] * share;
-  state.mean[j] = old_mean + difference * share;
-  state.count[j] = count;
   state.low[j] = vmin(added.low, state.low[j]);
 }
 
-// The exponentials of one lane vector: scores s [rows, kLanes] become weights in place (bf16: pairs, half the rows).
-// MASKED: hidden entries are -inf and must not enter the plain moments.
-template <class Cells, bool STATS, bool MASKED, bool FINAL>
-POISE_INLINE Added weights(float* s, int rows, vf slope, vf intercept) {
-  constexpr int kUnroll = 4;
+// A guess at the mean of t: the state's if it has one, else that of the first visible few of these rows.
+template <bool FINAL>
+POISE_INLINE vf guess_mean(const State& state, int j, vf move, const float* s, int rows, vf slope, vf intercept) {
   const vf zero = splat(0.0f);
-  vf sums[kUnroll] = {zero, zero, zero, zero};
-  Added added = {zero, zero, zero, zero, zero, zero, zero, splat(kInf)};
-  vf total = zero, total_square = zero;  // of t, over visible keys
-  const auto weigh = [&](int k, vf& sum) POISE_INLINE_LAMBDA {
-    const vf score = load(s + k * kLanes);
-    vf t = FINAL ? score - intercept : score * slope - intercept;
-    const vf p = exp2_of(FINAL ? t * splat(kLog2e) : t);
-    sum += p;
-    if (STATS) {
-      if (MASKED) {
-        const vmask hidden = equal(score, splat(-kInf));
-        t = select(hidden, zero, t);
-        added.count += select(hidden, zero, splat(1.0f));
-        added.low = vmin(select(hidden, splat(kInf), score), added.low);
-      } else {
-        added.low = vmin(score, added.low);
+  vf sum = zero, count = zero;
+  for (int k = 0; k < rows && k < 8; ++k) {
+    const vf score = load(s + k * kLanes), t = FINAL ? score - intercept : score * slope - intercept;
+    const vmask counts = less(splat(-3e38f), t);  // visible, finite
+    sum += select(counts, t, zero);
+    count += select(counts, splat(1.0f), zero);
+  }
+  const vf own = sum / select(equal(count, zero), splat(1.0f), count);
+  return select(equal(state.plain.weight[j], zero), own, state.plain.mean[j] + move);
+}
+
+// The exponentials of one lane vector: scores s [rows, kLanes] become weights in place (bf16: pairs, half the rows).
+// MASKED: hidden entries are -inf and must not enter the plain moments. Sums are kept short, a chunk of rows each, and
+// then added up: one long chain of additions would lose the low digits of the means. Plain moments are taken about the
+// pilot, a guess at the mean of t; soft ones too where attention is flat, else about the maximum, where a peaked row has
+// its mean: anywhere else squares would cancel.
+template <class Cells, bool STATS, bool MASKED, bool FINAL>
+POISE_INLINE Added weights(float* s, int rows, vf slope, vf intercept, vf pilot) {
+  constexpr int kUnroll = 4, kChunk = 32;
+  const vf zero = splat(0.0f), center = select(less(splat(-2.0f), pilot), pilot, zero);
+  vf weight = zero, soft_sum = zero, soft_square = zero, squares = zero;
+  vf count = MASKED ? zero : splat((float)rows), plain_sum = zero, plain_square = zero, lowest = splat(kInf);
+  for (int first = 0; first < rows; first += kChunk) {
+    vf sums[kUnroll] = {zero, zero, zero, zero};
+    vf pt_sum = zero, ptt_sum = zero, pp_sum = zero, t_sum = zero, tt_sum = zero;
+    const auto weigh = [&](int k, vf& sum) POISE_INLINE_LAMBDA {
+      const vf score = load(s + k * kLanes);
+      const vf t = FINAL ? score - intercept : score * slope - intercept;
+      const vf p = exp2_of(FINAL ? t * splat(kLog2e) : t);
+      sum += p;
+      if (STATS) {
+        vf from_pilot = t - pilot, pt = p * (t - center), visible_score = score;
+        if (MASKED) {
+          const vmask hidden = equal(score, splat(-kInf));
+          from_pilot = select(hidden, zero, from_pilot);
+          visible_score = select(hidden, splat(kInf), score);
+          count += select(hidden, zero, splat(1.0f));
+          pt = select(equal(p, zero), zero, pt);  // t is infinite, or overflowed
+        }
+        const vf ptt = pt * (MASKED ? select(equal(p, zero), zero, t - center) : t - center);
+        lowest = vmin(visible_score, lowest);
+        t_sum += from_pilot;
+        tt_sum += from_pilot * from_pilot;
+        pt_sum += pt;
+        ptt_sum += ptt;
+        pp_sum += p * p;
       }
-      vf pt = p * t;
-      if (FINAL) pt = select(equal(p, zero), zero, pt);  // t itself may have overflowed
-      total += t;
-      total_square += t * t;
-      added.sum_t += pt;
-      added.sum_tt += pt * t;
-      added.squares += p * p;
-    }
-    return p;
-  };
-  int k = 0;
+      return p;
+    };
+    const int end = lesser(first + kChunk, rows);
+    int k = first;
 #if defined(__AVX512BF16__)
-  if constexpr (Cells::kPair == 2) {
-    for (; k + 4 <= rows; k += 4) {
+    if constexpr (Cells::kPair == 2) {
+      for (; k + kUnroll <= end; k += kUnroll) {
 #pragma GCC unroll 2
-      for (int u = 0; u < 4; u += 2) {
-        const vf low = weigh(k + u, sums[u]), high = weigh(k + u + 1, sums[u + 1]);
-        Cells::store_pair(s + (k + u) / 2 * kLanes, low, high);
+        for (int u = 0; u < kUnroll; u += 2) {
+          const vf low = weigh(k + u, sums[u]), high = weigh(k + u + 1, sums[u + 1]);
+          Cells::store_pair(s + (k + u) / 2 * kLanes, low, high);
+        }
       }
-    }
-    for (; k < rows; k += 2) {
-      const vf low = weigh(k, sums[0]), high = weigh(k + 1, sums[1]);
-      Cells::store_pair(s + k / 2 * kLanes, low, high);
-    }
-  } else
+      for (; k < end; k += 2) {
+        const vf low = weigh(k, sums[0]), high = weigh(k + 1, sums[1]);
+        Cells::store_pair(s + k / 2 * kLanes, low, high);
+      }
+    } else
 #endif
-  {
-    for (; k + kUnroll <= rows; k += kUnroll) {
+    {
+      for (; k + kUnroll <= end; k += kUnroll) {
 #pragma GCC unroll 4
-      for (int u = 0; u < kUnroll; ++u) store(s + (k + u) * kLanes, weigh(k + u, sums[u]));
+        for (int u = 0; u < kUnroll; ++u) store(s + (k + u) * kLanes, weigh(k + u, sums[u]));
+      }
+      for (; k < end; ++k) store(s + k * kLanes, weigh(k, sums[0]));
     }
-    for (; k < rows; ++k) store(s + k * kLanes, weigh(k, sums[0]));
+    weight += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    if (STATS) {
+      soft_sum += pt_sum;
+      soft_square += ptt_sum;
+      squares += pp_sum;
+      plain_sum += t_sum;
+      plain_square += tt_sum;
+    }
   }
-  added.sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  if (STATS) {
-    if (!MASKED) added.count = splat((float)rows);
-    added.mean = total / select(equal(added.count, zero), splat(1.0f), added.count);
-    const vf deviation = total_square - total * added.mean;
-    // Infinite squares (scores near finfo.max) make this inf - inf: the deviation is infinite then.
-    added.deviation = select(equal(deviation, deviation), vmax(deviation, zero), splat(kInf));
-  }
-  return added;
+  if (!STATS) return {{weight, zero, zero}, {zero, zero, zero}, zero, zero};
+  return {moment(weight, soft_sum, soft_square, center), moment(count, plain_sum, plain_square, pilot), squares, lowest};
 }
 
 }  // namespace

@@ -40,12 +40,24 @@ POISE_INLINE void clear(vf (&sum)[M][N]) {
     for (int j = 0; j < N; ++j) sum[i][j] = splat(0.0f);
 }
 
+// Longest sum in one chain of additions; longer ones are added up from such pieces. Without FMA every step rounds twice.
+constexpr int kChain = kFused ? 128 : 16;
+
 // Raw scores of keys [0, M): S^T [M, kLanes], and their running maximum per lane.
 template <class Cells, int M, int N>
 POISE_INLINE void score_tile(const char* k, ptrdiff_t k_row, const char* qt, int cells, float* s, vf* top) {
   vf sum[M][N];
   clear(sum);
-  multiply<Cells, M, N>(sum, k, k_row, 4, qt, cells);
+  multiply<Cells, M, N>(sum, k, k_row, 4, qt, cells < kChain ? cells : kChain);
+  for (int c = kChain; c < cells; c += kChain) {
+    vf more[M][N];
+    clear(more);
+    multiply<Cells, M, N>(more, k + 4 * c, k_row, 4, qt + 4 * c * kLanes, cells - c < kChain ? cells - c : kChain);
+#pragma GCC unroll 16
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) sum[i][j] += more[i][j];
+  }
 #pragma GCC unroll 8
   for (int j = 0; j < N; ++j) {
     vf largest = top[j];

@@ -41,6 +41,13 @@ typedef float vf __attribute__((vector_size(W * 4)));
 typedef float vf_unaligned __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 
+// Whether a * b + c is rounded once, which the raw mode of softmax.h counts on.
+#if defined(__FMA__) || defined(__aarch64__)
+constexpr bool kFused = true;
+#else
+constexpr bool kFused = false;
+#endif
+
 constexpr float kInf = __builtin_inff();
 constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kLn2 = 0.693147180559945309417f;
