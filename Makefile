@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 NATIVE := build/native
+SANITIZED := build/asan
 LIBRARY := poise/kernels/libpoise.so
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
@@ -51,15 +52,30 @@ $(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation --config-settings=cmake.define.POISE_NATIVE=OFF --editable '.[dev]'
 	@touch $@
 
+CONFIGURE = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPOISE_NATIVE=ON --log-level=WARNING
+
 $(NATIVE)/build.ninja: CMakeLists.txt $(VENV)/.installed
 	@rm -rf $(NATIVE)
-	@$(BIN)/cmake -S . -B $(NATIVE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPOISE_NATIVE=ON \
-	  --log-level=WARNING -DCMAKE_MESSAGE_LOG_LEVEL=WARNING
+	@$(CONFIGURE) -B $(NATIVE)
 
 # Moved into place, not copied over: a process that has the old library loaded keeps it.
 native: $(NATIVE)/build.ninja
 	@$(BIN)/ninja -C $(NATIVE) --quiet poise
 	@cmp -s $(NATIVE)/libpoise.so $(LIBRARY) || { cp $(NATIVE)/libpoise.so $(LIBRARY).new && mv $(LIBRARY).new $(LIBRARY); }
+
+# The kernels alone, on every case and instruction set; POISE_POISON fills scratch memory with NaN.
+$(SANITIZED)/build.ninja: CMakeLists.txt $(VENV)/.installed
+	@rm -rf $(SANITIZED)
+	@$(CONFIGURE) -B $(SANITIZED) -DPOISE_SANITIZE=ON
+
+asan: $(SANITIZED)/build.ninja
+	@echo "Compiling with sanitizers (minutes)"
+	@$(BIN)/ninja -C $(SANITIZED) --quiet driver
+	@$(RUN) tests/native/cases.py dump $(SANITIZED)/cases.bin
+	@for isa in $$($(RUN) -c 'from poise.testing import isas; print(*isas())'); do \
+	  POISE_ISA=$$isa POISE_POISON=1 $(SANITIZED)/driver $(SANITIZED)/cases.bin $(SANITIZED)/results.bin && \
+	  $(RUN) tests/native/cases.py check $(SANITIZED)/results.bin || exit 1; \
+	done
 
 clean:
 	rm -rf build dist $(LIBRARY)
