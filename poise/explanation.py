@@ -26,7 +26,7 @@ class Explanation:
     dtype: str
     device: str
     plan: str | None  # the mask and bias as the native kernels would read them; None where these can't run at all
-    visible: int | None  # query-key pairs that this plan leaves to visit, over all batch elements and heads
+    visible: int | None  # query-key pairs this plan does not skip, over all batch elements and heads
 
     @property
     def pairs(self) -> int:
@@ -43,7 +43,7 @@ class Explanation:
         ]
         if self.plan is not None and self.visible is not None:
             share = self.visible / max(self.pairs, 1)
-            lines += [f"plan     {self.plan}", f"visits   {share:.1%} of {self.pairs:,} query-key pairs"]
+            lines += [f"plan     {self.plan}", f"visible  {share:.1%} of {self.pairs:,} query-key pairs"]
         return "\n".join(lines)
 
 

@@ -45,7 +45,7 @@ def scaled_dot_product_attention(
     - a query that sees no key, whether by bools or by -inf, gives 0; finfo.min is a finite number, so a row full of it
       gives the mean of the values;
     - NaN or Inf in masked keys and values never reaches the output (in torch it does);
-    - dropout_p > 0 draws another mask than torch would from the same seed.
+    - dropout_p > 0, below 1, draws another mask than torch would from the same seed.
 
     >>> poise.scaled_dot_product_attention(query, key, value, is_causal=True)
     """
@@ -53,7 +53,7 @@ def scaled_dot_product_attention(
         try:
             # Without enable_gqa torch lets a single key head broadcast, and refuses other ratios.
             same_heads = enable_gqa or query.size(1) == key.size(1)
-            if same_heads and is_plain(query, key, value) and not torch.is_autocast_enabled(query.device.type):
+            if same_heads and is_plain(query, key, value) and not torch.is_autocast_enabled("cpu"):
                 band = _FROM_THE_START if is_causal else EVERYTHING
                 return attend(query, key, value, scale, *band, False)
         except _REFUSALS:
@@ -80,7 +80,7 @@ def scaled_dot_product_attention(
 def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """What torch's autocast does to its own operator: every float argument but float64 takes the autocast dtype."""
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(

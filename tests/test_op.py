@@ -502,7 +502,7 @@ def test_explain_raises_what_the_call_would_raise() -> None:
         poise.explain(**grown("q"), impl="cpu")
 
 
-def test_explain_counts_what_is_visited() -> None:
+def test_explain_counts_what_is_visible() -> None:
     told = poise.explain(*qkv(), mask=poise.causal())
     assert told.visible == 2 * 4 * 9 * 10 // 2
     assert told.pairs == 2 * 4 * 81

@@ -237,6 +237,11 @@ def test_autocast_casts_what_torchs_own_operator_casts(dtype: torch.dtype) -> No
         assert sdpa(query, key, value).dtype == F.scaled_dot_product_attention(query, key, value).dtype
 
 
+def test_tensors_on_a_device_without_autocast_are_fine() -> None:
+    query, key, value = (tensor.to("meta") for tensor in qkv(2, 3))
+    assert sdpa(query, key, value, is_causal=True).shape == (2, 3, 5, 8)
+
+
 def test_autocast_joins_mixed_dtypes() -> None:
     query, key, value = qkv(2, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
