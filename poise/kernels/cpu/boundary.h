@@ -133,6 +133,8 @@ struct View {
   }
   // The dims from `axis` on lie in memory as one contiguous block.
   void expect_packed(int64_t axis) const {
+    for (int64_t i = 0; i < dim; ++i)
+      if (sizes[i] == 0) return;  // nothing lies anywhere
     int64_t step = 1;
     for (int64_t i = dim - 1; i >= axis; --i) {
       if (sizes[i] > 1 && strides[i] != step) refuse("must be contiguous from dim " + std::to_string(axis) + " on");
