@@ -1,11 +1,13 @@
-"""Dropout's random bits: the published Philox vectors, independence from blocks, and the promised keep rate."""
+"""Dropout's random bits: the published Philox vectors, independence from blocks, the keep rate, and its use."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from poise import dropout
+from poise import dropout, reference
+from poise.problem import prepare
 
 KNOWN_ANSWERS = [  # Random123's kat_vectors, philox4x32 10: counter, key, result
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -70,3 +72,33 @@ def test_manual_seed_reproduces_the_drawn_seed_and_every_draw_differs():
     assert (dropout.draw_seed(), first) == (first, first)
     assert second != first
     assert 0 <= first < 1 << 64
+
+
+def doubles(*shapes):
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+class TestInTheReference:
+    def test_drops_the_weights_that_the_mask_says_and_scales_the_others(self):
+        q, k, v = doubles((2, 4, 5, 3), (2, 2, 9, 3), (2, 2, 9, 3))
+        torch.manual_seed(3)
+        problem = prepare(q, k, v, dropout=0.4)
+        rows, keys = torch.arange(5), torch.arange(9)
+        kept = dropout.all_heads(problem.seed, 2, 4, rows, keys, 0.4)
+        p = reference.score_tile(problem, rows, keys, "prob")
+        expected = (p * kept / 0.6) @ v.repeat_interleave(2, 1)
+        torch.testing.assert_close(reference.run(problem, False)[0], expected)
+
+    def test_its_mean_over_seeds_is_the_output_without_it(self):
+        problem = prepare(*doubles((1, 1, 40, 3), (1, 1, 50, 3), (1, 1, 50, 3)), dropout=0.3)
+        mean = torch.stack([reference.run(replace(problem, seed=s), False)[0] for s in range(200)]).mean(0)
+        plain = reference.run(replace(problem, dropout=0.0), False)[0]
+        # Each weight's variance is p^2 0.3 / 0.7.
+        p = reference.score_tile(problem, torch.arange(40), torch.arange(50), "prob")
+        deviation = (p.square() @ problem.v.square() * 0.3 / 0.7 / 200).sqrt()
+        assert ((mean - plain).abs() < 5 * deviation).all()
+
+    def test_statistics_are_those_before_it(self):
+        tensors = doubles((1, 2, 5, 3), (1, 2, 9, 3), (1, 2, 9, 3))
+        packed = [reference.run(prepare(*tensors, dropout=p), True)[1] for p in (0.0, 0.5)]
+        assert torch.equal(*packed)

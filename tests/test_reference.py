@@ -1,7 +1,6 @@
 """The specification itself: cases by hand, a loop in plain Python, torch's own attention in float64, derivatives."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import poise
-from poise import dropout, reference
+from poise import reference
 from poise.problem import prepare
 from poise.score import Alibi, Dense, Relative
 
@@ -371,32 +370,6 @@ class TestDerivatives:
 
     def test_forward_mode(self):
         assert torch.autograd.gradcheck(self.call, self.inputs(), check_forward_ad=True, check_backward_ad=False)
-
-
-class TestDropout:
-    def test_drops_the_weights_that_the_mask_says_and_scales_the_others(self):
-        q, k, v = doubles((2, 4, 5, 3), (2, 2, 9, 3), (2, 2, 9, 3))
-        torch.manual_seed(3)
-        problem = prepare(q, k, v, dropout=0.4)
-        rows, keys = torch.arange(5), torch.arange(9)
-        kept = dropout.all_heads(problem.seed, 2, 4, rows, keys, 0.4)
-        p = reference.score_tile(problem, rows, keys, "prob")
-        expected = (p * kept / 0.6) @ v.repeat_interleave(2, 1)
-        torch.testing.assert_close(reference.run(problem, False)[0], expected)
-
-    def test_its_mean_over_seeds_is_the_output_without_it(self):
-        problem = prepare(*doubles((1, 1, 40, 3), (1, 1, 50, 3), (1, 1, 50, 3)), dropout=0.3)
-        mean = torch.stack([reference.run(replace(problem, seed=s), False)[0] for s in range(200)]).mean(0)
-        plain = reference.run(replace(problem, dropout=0.0), False)[0]
-        # Each weight's variance is p^2 0.3 / 0.7.
-        p = reference.score_tile(problem, torch.arange(40), torch.arange(50), "prob")
-        deviation = (p.square() @ problem.v.square() * 0.3 / 0.7 / 200).sqrt()
-        assert ((mean - plain).abs() < 5 * deviation).all()
-
-    def test_statistics_are_those_before_it(self):
-        tensors = doubles((1, 2, 5, 3), (1, 2, 9, 3), (1, 2, 9, 3))
-        packed = [reference.run(prepare(*tensors, dropout=p), True)[1] for p in (0.0, 0.5)]
-        assert torch.equal(*packed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
