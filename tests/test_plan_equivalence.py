@@ -106,3 +106,27 @@ NAMED = {
 def test_every_pair_of_masks_joins_exactly(left: str, right: str) -> None:
     for mask in (NAMED[left] | NAMED[right], NAMED[left] & ~NAMED[right], ~(NAMED[left] | ~NAMED[right])):
         assert_same(mask, CALL)
+
+
+@pytest.mark.parametrize("gap", [0, 1, 2])
+def test_intervals_unite_only_without_a_gap(gap: int) -> None:
+    low, high = lengths(10), lengths(30, 10 + gap)
+    for mask in (low | high, high | low):
+        plan = assert_same(mask, CALL)
+        assert (plan.rows is not None) is (gap == 0)
+
+
+@pytest.mark.parametrize("size", [16, 24, 48, 80, 100])
+@pytest.mark.parametrize("offset", [0, 7])
+def test_blocks_that_repeat_out_of_step_with_tiles_keep_their_places(size: int, offset: int) -> None:
+    place = torch.arange(400 // size + 2)
+    assert_same(blocks((place[:, None] + place) % 2 == 0, size), (1, 1, 390, 400), offset)
+
+
+@pytest.mark.parametrize("size", [65, 129, 193, 250])
+@pytest.mark.parametrize("mask", [window(0, 0), window(9, 3), dilated(1, 2), global_tokens([0, 70])])
+def test_an_uneven_last_tile_does_not_stand_for_whole_ones(mask: Mask, size: int) -> None:
+    for each in (~mask, mask | global_tokens([3])):
+        assert_same(each, (1, 1, size, size))
+        assert_same(each, (1, 1, 256, size))
+        assert_same(each, (1, 1, size, 256))
