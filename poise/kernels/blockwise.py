@@ -264,8 +264,18 @@ def _attend(
     v, s = part.v, scores.s
     b, h, n, m = s.shape
     g, d = v.shape[1], v.shape[3]
-    p = torch.softmax(s, -1)
-    weights = torch.where(_kept(part, tile), p, 0.0) if part.dropout else p
+
+    def selected(x: Tensor) -> Tensor:
+        # A row that attends a NaN is NaN throughout, and the gradient of v would carry that to keys it does not see.
+        return x if scores.visible is None else torch.where(scores.visible, x, 0.0)
+
+    weights = p = selected(torch.softmax(s, -1))
+    if part.sink is not None:
+        # The keys' share, e^lse / (e^lse + e^sink), in the form that can't overflow.
+        share = torch.sigmoid(_log_sum_exp(s) - part.sink[:, None])
+        weights = selected(p * share[..., None])
+    if part.dropout:
+        weights = torch.where(_kept(part, tile), weights, 0.0)
     weights = weights.reshape(b, g, h // max(g, 1) * n, m)
     if careful and scores.visible is not None:
         out = mix(weights, v, scores.visible.reshape(weights.shape)).view(b, h, n, d)
@@ -273,9 +283,6 @@ def _attend(
         out = (weights @ v).view(b, h, n, d)
     if part.dropout:
         out = out / (1.0 - part.dropout)
-    if part.sink is not None:
-        # The keys' share, e^lse / (e^lse + e^sink), in the form that can't overflow.
-        out = out * torch.sigmoid((_log_sum_exp(s) - part.sink[:, None])[..., None])
     if scores.empty is not None:
         out = torch.where(scores.empty, 0.0, out)
     return out, _statistics(part, tile, scores, p) if stats else None

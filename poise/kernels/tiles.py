@@ -65,8 +65,9 @@ def tiles(problem: Problem, whole: bool = False) -> Iterator[tuple[Tile, Tensor 
             return _reach(mask, first + offset, last + offset, keys)
         return _reach(mask, -UNBOUNDED, UNBOUNDED, keys)  # reading the offsets would wait for the device
 
-    low, high = reach(queries // 2, queries // 2)
-    fitting = budget // max((high - low) * ratio, 1)
+    # The widest row of a band is the first, the last or, if the band is cut off at both ends, one in the middle.
+    spans = [reach(row, row) for row in (0, queries // 2, queries - 1)]
+    fitting = budget // max(ratio * max(high - low for low, high in spans), 1)
     step = max(1, min(max(fitting, _FEWEST_ROWS // max(ratio, 1)), _MOST_ROWS, queries))
     for start in range(0, max(queries, 1), step):
         rows = slice(start, min(start + step, queries))
