@@ -8,7 +8,7 @@ RUN := $(BIN)/python
 NATIVE := build/native
 SANITIZED := build/asan
 LIBRARY := poise/kernels/libpoise.so
-PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(RUN) -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .PHONY: help test demo check bench native asan clean
 .DEFAULT_GOAL := help
