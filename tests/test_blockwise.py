@@ -1,22 +1,19 @@
-"""What blockwise promises beyond the case table: derivatives of every order and mode, O(N * block) memory, and NaN that
-neither leaks nor hides, in tiles as small as they come.
+"""Derivatives of blockwise in every order and mode, and NaN that neither leaks nor hides in them, in the smallest tiles.
+
+Its results are in test_case_table.py too, its memory in test_blockwise_memory.py, its products in test_selective.py.
 """
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import poise
 from poise import reference
-from poise.kernels import blockwise, selective, tiles
+from poise.kernels import blockwise, tiles
 from poise.problem import Problem, prepare
 from poise.stats import FIELDS
 
@@ -397,159 +394,3 @@ class TestMasked:
         assert d_v[:, :, 3:].isfinite().all()
         assert d_k[:, :, 3:].isfinite().all()
         assert d_q[:, :, [0, 1, 3, 4, 5, 6, 7]].isfinite().all()
-
-
-def test_scores_that_overflow_reach_only_what_their_row_sees():
-    q, k, v = (torch.ones(1, 1, 4, 1) for _ in range(3))
-    q[0, 0, 1], k = 1e30, 1e10 * k
-    problem, leaves = with_gradients(prepare(q, k, v, mask=poise.causal(), scale=1.0))
-    out, _ = blockwise.run(problem, False)
-    assert out[0, 0, :, 0].isnan().tolist() == [False, True, False, False]
-    _, d_k, d_v = torch.autograd.grad(out.sum(), leaves)
-    assert d_k[0, 0, :, 0].isfinite().tolist() == [False, False, True, True]
-    assert d_v[0, 0, :, 0].isfinite().tolist() == [False, False, True, True]
-
-
-class TestAttended:
-    def out(self, scores: list[float], values: list[float]) -> float:
-        """Attention of one query to keys with these scores and values, beside a hidden key that holds a NaN."""
-        q = torch.ones(1, 1, 1, 1)
-        k = torch.tensor([*scores, math.nan]).reshape(1, 1, -1, 1)
-        v = torch.tensor([*values, math.nan]).reshape(1, 1, -1, 1)
-        return float(blockwise.run(prepare(q, k, v, mask=poise.lengths(len(scores)), scale=1.0), False)[0])
-
-    def test_an_infinite_value_with_weight_is_infinite(self):
-        assert self.out([0.0, 1.0], [1.0, -math.inf]) == -math.inf
-
-    def test_an_infinite_value_without_weight_is_nan(self):
-        assert math.isnan(self.out([0.0, -1e4], [1.0, math.inf]))
-
-    def test_opposite_infinities_are_nan(self):
-        assert math.isnan(self.out([0.0, 1.0], [math.inf, -math.inf]))
-
-    def test_an_infinite_score_is_nan(self):
-        assert math.isnan(self.out([0.0, math.inf], [1.0, 2.0]))
-
-    def test_a_score_of_minus_infinity_beside_others_has_no_weight(self):
-        assert self.out([0.0, -math.inf], [1.0, 2.0]) == 1.0
-
-    def test_only_scores_of_minus_infinity_are_nan(self):
-        assert math.isnan(self.out([-math.inf, -math.inf], [1.0, 2.0]))
-
-    def test_a_nan_value_stays_in_its_dim(self):
-        v = torch.ones(1, 1, 4, 3)
-        v[0, 0, 1, 2] = math.nan
-        out, _ = blockwise.run(prepare(torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2), v, mask=poise.causal()), False)
-        assert out[0, 0].isnan().tolist() == [[False, False, row >= 1] for row in range(4)]
-
-
-class Largest(TorchDispatchMode):
-    """Notes the most elements of any tensor that an op makes, and how many scores the products compute."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.elements, self.scores, self.width = 0, 0, width
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and not tensor._is_view():
-                self.elements = max(self.elements, tensor.numel())
-        if func is torch.ops.aten.bmm.default and result.shape[-1] != self.width:
-            self.scores += result.numel()
-        return result
-
-
-class TestMemory:
-    @pytest.mark.parametrize(
-        "given",
-        [{}, {"mask": poise.causal()}, {"dropout": 0.1}, {"bias": poise.alibi([0.1, 0.2])}, {"softcap": 5.0}],
-        ids=["plain", "causal", "dropout", "alibi", "softcap"],
-    )
-    def test_no_tensor_is_larger_than_the_budget_or_the_operands(self, given, monkeypatch):
-        monkeypatch.setattr(tiles, "_CPU_BUDGET", 1 << 15)
-        size, width = 700, 16
-        leaves = [torch.randn(1, 2, size, width).requires_grad_() for _ in range(3)]
-        problem = prepare(*leaves, **given)
-        with Largest(width) as seen:
-            out, packed = blockwise.run(problem, True)
-            (out.sum() + packed.square().mean()).backward()
-        # Dropout draws four words for every four keys, of which the last few may be unused.
-        assert seen.elements <= max(1.05 * (1 << 15), 11 * 2 * size, 2 * size * width)
-
-    def test_a_call_of_16_times_the_pairs_needs_4_times_the_memory(self):
-        """Peak resident memory of forward, backward, statistics and received in a process of their own."""
-        program = """
-import resource, torch, poise
-from poise.kernels import blockwise
-from poise.problem import prepare
-
-def call(n):
-    q, k, v = (torch.randn(1, 1, n, 16, requires_grad=True) for _ in range(3))
-    problem = prepare(q, k, v, mask=poise.causal())
-    out, packed = blockwise.run(problem, True)
-    (out.sum() + packed[4].sum()).backward()
-    with torch.no_grad():
-        blockwise.received(problem, poise.ScoreStats(packed).lse)
-
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-torch.set_num_threads(1)
-call(2048)
-before = peak()
-call(8192)
-print(peak() - before)
-"""
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        matrix = 8192 * 8192 * 4
-        assert int(done.stdout) < matrix / 4  # the backward of one kept score matrix would be several
-
-    @pytest.mark.parametrize("mask", [poise.window(100), poise.window(60, 40), poise.dilated(25, 4) & poise.causal()])
-    def test_keys_out_of_a_bands_reach_are_not_computed(self, mask):
-        size, width = 4096, 16
-        problem = prepare(*(torch.randn(1, 1, size, width) for _ in range(3)), mask=mask)
-        with Largest(width) as seen:
-            blockwise.run(problem, False)
-        assert size * 100 <= seen.scores <= size * 400  # of 4096 per row
-
-    def test_a_causal_call_computes_little_more_than_half_the_scores(self):
-        size, width = 4096, 16
-        problem = prepare(*(torch.randn(1, 1, size, width) for _ in range(3)), mask=poise.causal())
-        with Largest(width) as seen:
-            blockwise.run(problem, False)
-        assert seen.scores <= 0.55 * size * size
-
-    def test_keys_and_values_of_grouped_heads_are_not_repeated(self):
-        q, (k, v) = torch.randn(1, 8, 2, 16), (torch.randn(1, 1, 512, 16) for _ in range(2))
-        with Largest(16) as seen:
-            blockwise.run(prepare(q, k, v), False)
-        assert seen.elements == 8 * 2 * 512  # the scores; repeated keys would be 8 * 512 * 16
-
-
-class TestSelective:
-    """The products themselves, against the sum over visible pairs written out."""
-
-    @pytest.fixture
-    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        weights = torch.randn(20, 9, 15, dtype=torch.float64)
-        weights = weights.masked_fill(torch.rand(weights.shape) < 0.3, 0.0)
-        return weights, poisoned(normal(20, 15, 4), 0.05), torch.rand(20, 9, 15) > 0.5
-
-    def test_mix_is_the_sum_of_the_visible_products(self, operands):
-        w, x, visible = operands
-        terms = torch.where(visible[..., None], w[..., None] * x[:, None], 0.0)
-        assert_same(selective.mix(w, x, visible), terms.sum(-2))
-
-    def test_pair_is_zero_where_masked(self, operands):
-        _, x, visible = operands
-        a = normal(20, 9, 4)
-        expected = torch.where(visible, (a[:, :, None] * x[:, None]).sum(-1), 0.0)
-        assert_same(selective.pair(a, x, visible), expected)
-
-    def test_finite_operands_without_a_mask_need_no_care(self):
-        problem = prepare(*(torch.full((1, 1, 2, 2), math.nan) for _ in range(3)))
-        assert not selective.needs_care(problem, problem.q)
-
-    def test_masked_operands_need_care_if_one_of_them_is_infinite(self):
-        problem = prepare(*(torch.ones(1, 1, 2, 2) for _ in range(3)), mask=poise.causal())
-        assert not selective.needs_care(problem, problem.q, problem.k)
-        assert selective.needs_care(problem, problem.q, problem.k / 0)
