@@ -63,19 +63,24 @@ native: $(NATIVE)/build.ninja
 	@$(BIN)/ninja -C $(NATIVE) --quiet poise
 	@cmp -s $(NATIVE)/libpoise.so $(LIBRARY) || { cp $(NATIVE)/libpoise.so $(LIBRARY).new && mv $(LIBRARY).new $(LIBRARY); }
 
-# The kernels alone, on every case and instruction set; POISE_POISON fills scratch memory with NaN.
+# The kernels alone on every case and instruction set, with scratch memory full of NaN; then the boundary, inside Python.
 $(SANITIZED)/build.ninja: CMakeLists.txt $(VENV)/.installed
 	@rm -rf $(SANITIZED)
 	@$(CONFIGURE) -B $(SANITIZED) -DPOISE_SANITIZE=ON
 
 asan: $(SANITIZED)/build.ninja
 	@echo "Compiling with sanitizers (minutes)"
-	@$(BIN)/ninja -C $(SANITIZED) --quiet driver
+	@$(BIN)/ninja -C $(SANITIZED) --quiet driver poise
 	@$(RUN) tests/native/cases.py dump $(SANITIZED)/cases.bin
 	@for isa in $$($(RUN) -c 'from poise.testing import isas; print(*isas())'); do \
 	  POISE_ISA=$$isa POISE_POISON=1 $(SANITIZED)/driver $(SANITIZED)/cases.bin $(SANITIZED)/results.bin && \
 	  $(RUN) tests/native/cases.py check $(SANITIZED)/results.bin || exit 1; \
 	done
+	@asan=$$($${CXX:-c++} -print-file-name=libasan.so); ubsan=$$($${CXX:-c++} -print-file-name=libubsan.so); \
+	if test -f "$$asan" && test -f "$$ubsan"; then \
+	  POISE_REQUIRE_NATIVE=1 POISE_LIBRARY=$(SANITIZED)/libpoise.so ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$asan $$ubsan" $(RUN) -m pytest tests/test_native.py -k "not compile and not no_fault"; \
+	else echo "the boundary was not tested: only GCC's sanitizer libraries can be preloaded here"; fi
 
 clean:
 	rm -rf build dist $(LIBRARY)
