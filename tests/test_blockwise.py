@@ -1,4 +1,4 @@
-"""Derivatives of blockwise in every order and mode, and NaN that neither leaks nor hides in them, in the smallest tiles.
+"""Derivatives of blockwise in every order and mode, and NaN that neither leaks nor hides in them, in tiny tiles.
 
 Its results are in test_case_table.py too, its memory in test_blockwise_memory.py, its products in test_selective.py.
 """
