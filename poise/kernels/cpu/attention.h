@@ -22,7 +22,15 @@ struct Scratch {
   State* state;  // [kGroups]
   float *scores, *strip;
   char *k, *v;
+  uint8_t* ready;  // per tile of keys: whether v, which then holds the whole head, has it
 
+  // Interleaving values by pairs of keys is worth keeping for the head's other blocks, while it stays small.
+  template <class Cells>
+  static bool keeps_values(const ForwardArgs& args) {
+    return Cells::kPair == 2 && args.M * args.Dv <= (int64_t(1) << 21);
+  }
+
+  template <class Cells>
   static size_t layout(const ForwardArgs& args, char* base, Scratch* out) {
     size_t used = 0;
     const auto take = [&](size_t bytes) {
@@ -37,7 +45,9 @@ struct Scratch {
     s.scores = (float*)take(4 * (size_t)kScoreRows * kLanes);
     s.strip = (float*)take(4 * (kSegment + kTile));
     s.k = take(4 * (size_t)kSegment * rounded_up(args.Dk, 2));
-    s.v = take(4 * (size_t)kSegment * rounded_up(args.Dv, 8));
+    const size_t v_rows = keeps_values<Cells>(args) ? rounded_up(args.M, kTile) / 2 : kSegment;
+    s.v = take(4 * v_rows * rounded_up(args.Dv, 8));
+    s.ready = (uint8_t*)take((size_t)args.M / kTile + 1);
     if (out) *out = s;
     return used;
   }
@@ -55,15 +65,17 @@ struct Forward {
   const ForwardArgs& args;
   Scratch scratch;
   Block block;
-  int vecs[kGroups];         // lane vectors in use, per group
-  bool touched[kGroups];     // whether ot holds anything yet
-  float scale[kTile];        // per query, positive: a negative scale's sign is packed into the query
-  const char *k, *v;         // the head's first key and value
-  int k_cells, v_dims;       // contraction length of scores; dims of O^T, padded
-  bool copy_k, copy_v;
+  int vecs[kGroups];      // lane vectors in use, per group
+  bool touched[kGroups];  // whether ot holds anything yet
+  float scale[kTile];     // per query, positive: a negative scale's sign is packed into the query
+  const char *k, *v;      // the head's first key and value
+  int k_cells, v_dims;    // contraction length of scores; dims of O^T, padded
+  bool copy_k, copy_v, keep_v;
 
   Forward(const ForwardArgs& a, char* memory) : args(a) {
-    Scratch::layout(a, memory, &scratch);
+    Scratch::layout<Cells>(a, memory, &scratch);
+    k = v = nullptr;
+    keep_v = Scratch::keeps_values<Cells>(a);
     v_dims = rounded_up(a.Dv, 8);
     k_cells = (int)(a.Dk + Cells::kPair - 1) / Cells::kPair;
     copy_k = Cells::kPair == 2 ? a.Dk % 2 != 0 : a.dtype != Dtype::f32;
@@ -76,7 +88,9 @@ struct Forward {
     block = make_block(args, b, h, first);
     const int64_t kv_head = h / (args.H / args.G);
     k = row_at(args.k, args.dtype, b, kv_head, 0);
-    v = row_at(args.v, args.dtype, b, kv_head, 0);
+    const char* values = row_at(args.v, args.dtype, b, kv_head, 0);
+    if (keep_v && values != v) memset(scratch.ready, 0, args.M / kTile + 1);
+    v = values;
     float sign[kTile];
     for (int r = 0; r < kTile; ++r) {
       float mine = args.scale;
@@ -98,13 +112,16 @@ struct Forward {
         continue;
       }
 #endif
-      pack_queries(q, row, args.dtype, queries, vecs[g], (int)args.Dk, sign + g * kLanes, (float*)scratch.qt[g]);
+      const auto pack = args.dtype == Dtype::f32    ? pack_queries<Dtype::f32>
+                        : args.dtype == Dtype::bf16 ? pack_queries<Dtype::bf16>
+                                                    : pack_queries<Dtype::f16>;
+      pack(q, row, queries, vecs[g], (int)args.Dk, sign + g * kLanes, (float*)scratch.qt[g]);
     }
   }
 
   // The keys of [from, to) into the state.
   void attend(int64_t from, int64_t to) {
-    for_segments(args, block, from, to, [&](const Segment& segment) {
+    for_segments(args, block, from, to, Cells::kPair, [&](const Segment& segment) {
       uint64_t words[kSegment];
       const bool partial = visible_words(args, block, segment, words);
       if (FINAL && (args.table || args.slopes)) fill_strip(segment);
@@ -118,15 +135,29 @@ struct Forward {
         if (partial && !narrow(words, g, begin, end, mine)) continue;
         if (!copied) {
           copied = true;
-          copy_rows(segment.keys, k_rows, k_row, v_rows, v_row);
+          copy_rows(segment, k_rows, k_row, v_rows, v_row);
         }
-        const Piece piece = {k_rows + begin * k_row, k_row, v_rows + begin / Cells::kPair * v_row, v_row,
-                             segment.key + begin,    begin, end - begin,                           mine};
+        const Piece piece = {k_rows + begin * k_row,
+                             k_row,
+                             v_rows + begin / Cells::kPair * v_row,
+                             v_row,
+                             segment.key + begin,
+                             begin,
+                             end - begin,
+                             mine};
         switch (vecs[g]) {
-          case 1: attend_group<1>(g, piece); break;
-          case 2: attend_group<2>(g, piece); break;
-          case 3: if constexpr (kGroupVecs >= 3) attend_group<3>(g, piece); break;
-          case 4: if constexpr (kGroupVecs >= 4) attend_group<4>(g, piece); break;
+          case 1:
+            attend_group<1>(g, piece);
+            break;
+          case 2:
+            attend_group<2>(g, piece);
+            break;
+          case 3:
+            if constexpr (kGroupVecs >= 3) attend_group<3>(g, piece);
+            break;
+          case 4:
+            if constexpr (kGroupVecs >= 4) attend_group<4>(g, piece);
+            break;
         }
       }
     });
@@ -160,27 +191,38 @@ struct Forward {
   }
 
   // Storage the micro-kernels cannot read in place goes to scratch; the pointers follow.
-  void copy_rows(int keys, const char*& k_rows, int64_t& k_row, const char*& v_rows, int64_t& v_row) {
+  void copy_rows(const Segment& segment, const char*& k_rows, int64_t& k_row, const char*& v_rows, int64_t& v_row) {
+    const int keys = segment.keys, k_dims = (int)args.Dk, dims = (int)args.Dv;
     if (copy_k) {
 #if defined(__AVX512BF16__)
       if constexpr (Cells::kPair == 2)
-        pad_rows(k_rows, k_row, keys, (int)args.Dk, 2 * k_cells, scratch.k);
+        pad_rows(k_rows, k_row, keys, k_dims, 2 * k_cells, scratch.k);
       else
 #endif
-        widen_rows(k_rows, k_row, args.dtype, keys, (int)args.Dk, (int)args.Dk, (float*)scratch.k);
+        widen_rows(k_rows, k_row, args.dtype, keys, k_dims, k_dims, (float*)scratch.k);
       k_rows = scratch.k;
       k_row = 4 * k_cells;
     }
-    if (copy_v) {
+    if (!copy_v) return;
+    const char* to = scratch.v;
 #if defined(__AVX512BF16__)
-      if constexpr (Cells::kPair == 2)
-        interleave_keys(v_rows, v_row, keys, (int)args.Dv, v_dims, scratch.v);
-      else
+    if constexpr (Cells::kPair == 2) {
+      if (keep_v) {
+        for (int tile = segment.key / kTile; tile <= (segment.key + keys - 1) / kTile; ++tile) {
+          if (scratch.ready[tile]) continue;
+          scratch.ready[tile] = 1;
+          interleave_keys(v + (int64_t)tile * kTile * v_row, v_row, (int)lesser<int64_t>(kTile, args.M - tile * kTile),
+                          dims, v_dims, scratch.v + (int64_t)tile * kTile * 2 * v_dims);
+        }
+        to = scratch.v + (int64_t)segment.key * 2 * v_dims;
+      } else {
+        interleave_keys(v_rows, v_row, keys, dims, v_dims, scratch.v);
+      }
+    } else
 #endif
-        widen_rows(v_rows, v_row, args.dtype, keys, (int)args.Dv, v_dims, (float*)scratch.v);
-      v_rows = scratch.v;
-      v_row = 4 * v_dims;
-    }
+      widen_rows(v_rows, v_row, args.dtype, keys, dims, v_dims, (float*)scratch.v);
+    v_rows = to;
+    v_row = 4 * v_dims;
   }
 
   // Biases that depend on j - i' only: strip[x] belongs to j - i' = (segment.key - position) + kSegment - 1 - x, so
@@ -210,7 +252,7 @@ struct Forward {
 #pragma GCC unroll 16
       for (int r = 0; r < W; ++r) {
         const char* row = corner + size_of(bias.dtype) * r * bias.n;
-        rows[r] = r >= queries  ? splat(0.0f)
+        rows[r] = r >= queries ? splat(0.0f)
                   : width == W ? elements(row, bias.dtype, 0)
                                : some_elements(row, bias.dtype, 0, width);
       }
@@ -248,8 +290,7 @@ struct Forward {
         vf bias[W];
 #pragma GCC unroll 16
         for (int r = 0; r < W; ++r) bias[r] = splat(0.0f);
-        for (int n = 0; n < args.num_biases; ++n)
-          add_dense(args.biases[n], lane0 + j * W, piece.key + i, width, bias);
+        for (int n = 0; n < args.num_biases; ++n) add_dense(args.biases[n], lane0 + j * W, piece.key + i, width, bias);
         const vf factor = load(scale + lane0 + j * W);
         vf largest = top[j], largest_logit = state.top_logit[j];
         for (int r = 0; r < width; ++r) {
@@ -262,8 +303,7 @@ struct Forward {
           if (piece.words) score = select(mask_of(piece.words[i + r] >> (lane0 + j * W)), score, splat(-kInf));
           store(at, score);
           largest = vmax(score, largest);
-          if (STATS)
-            largest_logit = vmax(select(equal(score, splat(-kInf)), splat(-kInf), logit), largest_logit);
+          if (STATS) largest_logit = vmax(select(equal(score, splat(-kInf)), splat(-kInf), logit), largest_logit);
         }
         top[j] = largest;
         state.top_logit[j] = largest_logit;
@@ -378,11 +418,14 @@ struct Forward {
       uint64_t mine = 0;
       for (int j = 0; j < vecs[g]; ++j) {
         inverse[j] = normaliser(state, g, j);
-        mine |= (uint64_t)(bits_of(equal(state.soft.weight[j] - state.soft.weight[j], splat(0.0f))) ^ ((1u << W) - 1)) << (j * W);
+        mine |= (uint64_t)(bits_of(equal(state.soft.weight[j] - state.soft.weight[j], splat(0.0f))) ^ ((1u << W) - 1))
+                << (j * W);
       }
       char* out = (char*)row_at(args.out, args.dtype, block.b, block.h, block.first + g * kLanes);
-      mine |= unpack_output(scratch.ot[g], queries, vecs[g], (int)args.Dv, inverse, out,
-                            args.out.n * size_of(args.dtype), args.dtype);
+      const auto unpack = args.dtype == Dtype::f32    ? unpack_output<Dtype::f32>
+                          : args.dtype == Dtype::bf16 ? unpack_output<Dtype::bf16>
+                                                      : unpack_output<Dtype::f16>;
+      mine |= unpack(scratch.ot[g], queries, vecs[g], (int)args.Dv, inverse, out, args.out.n * size_of(args.dtype));
       if (STATS)
         for (int j = 0; j < vecs[g]; ++j) write_stats(g, j);
       bad |= (mine & (queries == 64 ? ~0ull : (1ull << queries) - 1)) << (g * kLanes);

@@ -42,7 +42,7 @@ std::vector<Key> visible_keys(const ForwardArgs& args, const Block& block, int64
   const char* q = row_at(args.q, args.dtype, block.b, block.h, i);
   double scale = args.scale;
   if (args.scale_rows) scale = args.scale_rows[block.b * args.scale_b + block.h * args.scale_h + i * args.scale_n];
-  for_segments(args, block, 0, args.M, [&](const Segment& segment) {
+  for_segments(args, block, 0, args.M, 1, [&](const Segment& segment) {
     uint64_t words[kSegment];
     const bool partial = visible_words(args, block, segment, words);
     for (int n = 0; n < segment.keys; ++n) {
@@ -98,11 +98,9 @@ void write_row(const ForwardArgs& args, const Block& block, int64_t i) {
   for (int64_t d = 0; d < args.Dv; ++d) {
     double o = 0.0;
     for (size_t n_key = 0; n_key < keys.size(); ++n_key)
-      o += weight[n_key] / total * element(row_at(args.v, args.dtype, block.b, kv_head, keys[n_key].index), args.dtype, d);
-    if (args.dtype == Dtype::f32)
-      ((float*)out)[d] = (float)o;
-    else
-      ((uint16_t*)out)[d] = args.dtype == Dtype::bf16 ? bf16_of((float)o) : f16_of((float)o);
+      o += weight[n_key] / total *
+           element(row_at(args.v, args.dtype, block.b, kv_head, keys[n_key].index), args.dtype, d);
+    put_one(out, args.dtype, d, (float)o);
   }
   if (!args.stats) return;
   double value[kFields] = {0.0, top, top_logit, low, 0.0, 0.0, (double)n, 0.0, 0.0, 0.0, 0.0};

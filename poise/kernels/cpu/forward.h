@@ -14,7 +14,7 @@ enum class Dtype : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
 // One value per row each, packed [kFields, B, H, N]; the order is poise/stats.py's FIELDS. All without the sink.
 enum Field : int32_t {
-  kLogSum,     // log sum exp(s - max s) >= 0; lse = max s + this (apart: their sum cancels at large scores)  empty row: 0
+  kLogSum,  // log sum exp(s - max s) >= 0; lse = max s + this (apart: their sum cancels at large scores)  empty row: 0
   kMaxScore,   // max s                                  empty row: -inf
   kMaxLogit,   // max z                                  empty row: -inf
   kMinScore,   // min s                                  empty row: +inf
@@ -29,8 +29,8 @@ enum Field : int32_t {
 };
 
 constexpr int64_t kUnbounded = int64_t(1) << 40;  // "no limit" for left and right
-constexpr int kTile = 64;                          // a tile of the tile map: 64 queries x 64 keys
-constexpr int kMaxDense = 2;                       // dense masks, and dense biases, read in place per call
+constexpr int kTile = 64;                         // a tile of the tile map: 64 queries x 64 keys
+constexpr int kMaxDense = 2;                      // dense masks, and dense biases, read in place per call
 
 struct Rows {  // q, k, v or out: the last dim is contiguous
   const void* data;
@@ -73,10 +73,10 @@ struct ForwardArgs {
   const int32_t* end;      // [B] j < end, or null
   const int32_t* rows;     // [B|1, H|1, N, 2] lo <= j < hi, or null
   int64_t rows_b, rows_h;
-  const int32_t* tile_ptr;      // [B|1, H|1, T + 1], T = ceil(N / 64): runs of query tile t are ptr[t] .. ptr[t + 1]
+  const int32_t* tile_ptr;  // [B|1, H|1, T + 1], T = ceil(N / 64): runs of query tile t are ptr[t] .. ptr[t + 1]
   int64_t tile_b, tile_h;
-  const int32_t* tile_runs;     // [E, 3]: first key tile, number of key tiles, pattern (-1 = full; else one tile)
-  const uint64_t* patterns;     // [P, 64]: word = key within the tile, bit = query within the tile
+  const int32_t* tile_runs;  // [E, 3]: first key tile, number of key tiles, pattern (-1 = full; else one tile)
+  const uint64_t* patterns;  // [P, 64]: word = key within the tile, bit = query within the tile
   int num_masks;
   DenseMask masks[kMaxDense];
 

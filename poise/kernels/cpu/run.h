@@ -16,9 +16,9 @@ constexpr double kInlineWork = 1.5e6;  // multiply-adds below which waking threa
 struct Job {
   const ForwardArgs* args;
   int64_t blocks, chunks, chunk_keys, tasks;
-  int64_t next;          // the next task to take
-  int32_t* arrived;      // per block: how many of its chunks are done
-  char* partials;        // per block and chunk
+  int64_t next;      // the next task to take
+  int32_t* arrived;  // per block: how many of its chunks are done
+  char* partials;    // per block and chunk
   size_t partial_bytes;
 };
 
@@ -26,7 +26,7 @@ template <class Cells, bool STATS, bool FINAL>
 void work(void* context, int) {
   Job& job = *(Job*)context;
   const ForwardArgs& args = *job.args;
-  char* memory = scratch_memory(Scratch::layout(args, nullptr, nullptr));
+  char* memory = scratch_memory(Scratch::layout<Cells>(args, nullptr, nullptr));
   Forward<Cells, STATS, FINAL> forward(args, memory);
   for (;;) {
     const int64_t task = __atomic_fetch_add(&job.next, 1, __ATOMIC_RELAXED);
@@ -69,7 +69,8 @@ void start(const ForwardArgs& args, const Threads& threads) {
     job.arrived = (int32_t*)(job.partials + job.partial_bytes * (size_t)job.tasks);
     memset(job.arrived, 0, 4 * (size_t)blocks);
   }
-  const double multiply_adds = (double)(args.B * args.H) * (double)args.N * (double)args.M * (double)(args.Dk + args.Dv);
+  const double multiply_adds =
+      (double)(args.B * args.H) * (double)args.N * (double)args.M * (double)(args.Dk + args.Dv);
   const int workers = multiply_adds < kInlineWork ? 1 : (int)lesser<int64_t>(threads.count, job.tasks);
   if (workers <= 1)
     work<Cells, STATS, FINAL>(&job, 0);

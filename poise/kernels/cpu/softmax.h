@@ -4,7 +4,8 @@
 // scores cancel nothing (docs/state.md has the formulas). Two modes, one per call:
 //   raw    no bias, no cap: scores stay unscaled products, t = product * slope - reference with slope = scale * log2(e)
 //          and reference = top * slope, so that the scaling costs nothing: t is in units of log 2.
-//   final  scores were rewritten as s: t = s - reference in natural units, reference = top. The subtraction comes first,
+//   final  scores were rewritten as s: t = s - reference in natural units, reference = top. The subtraction comes
+//   first,
 //          for a score may be as large as finfo.max.
 #pragma once
 #include "tile.h"
@@ -48,9 +49,7 @@ inline void reset(State& state) {
   }
 }
 
-POISE_INLINE vf zero_if_empty(vf reference) {
-  return select(equal(reference, splat(-kInf)), splat(0.0f), reference);
-}
+POISE_INLINE vf zero_if_empty(vf reference) { return select(equal(reference, splat(-kInf)), splat(0.0f), reference); }
 
 struct Moment {
   vf weight, mean, deviation;
@@ -66,7 +65,7 @@ POISE_INLINE Moment moment(vf weight, vf sum, vf square, vf about) {
 
 // Chan's merge: lane vector j of `into`, whose weights shrink by alpha and whose t moved by `move`, and `added`.
 POISE_INLINE void merge(Moments& into, int j, vf alpha, vf move, const Moment& added) {
-  const vf zero = splat(0.0f), old = alpha * into.weight[j], weight = old + added.weight;
+  const vf zero = splat(0.0f), old = alpha * into.weight[j], weight = multiply_add(alpha, into.weight[j], added.weight);
   const vf share = added.weight / select(equal(weight, zero), splat(1.0f), weight);
   const vf old_mean = into.mean[j] + move, difference = added.mean - old_mean;
   const vf apart = difference * difference * old * share;  // may be inf * 0 where one side is empty
@@ -81,11 +80,12 @@ struct Added {
   vf squares, low;
 };
 
-// Joins keys to lane vector j: what is there moves by `move` (in t's units, 0 if there is nothing) and shrinks by alpha.
+// Joins keys to lane vector j: what is there moves by `move` (in t's units, 0 if there is nothing) and shrinks by
+// alpha.
 template <bool STATS>
 POISE_INLINE void join_lanes(State& state, int j, vf alpha, vf move, const Added& added) {
   if (!STATS) {
-    state.soft.weight[j] = alpha * state.soft.weight[j] + added.soft.weight;
+    state.soft.weight[j] = multiply_add(alpha, state.soft.weight[j], added.soft.weight);
     return;
   }
   merge(state.soft, j, alpha, move, added.soft);
@@ -112,8 +112,8 @@ POISE_INLINE vf guess_mean(const State& state, int j, vf move, const float* s, i
 // The exponentials of one lane vector: scores s [rows, kLanes] become weights in place (bf16: pairs, half the rows).
 // MASKED: hidden entries are -inf and must not enter the plain moments. Sums are kept short, a chunk of rows each, and
 // then added up: one long chain of additions would lose the low digits of the means. Plain moments are taken about the
-// pilot, a guess at the mean of t; soft ones too where attention is flat, else about the maximum, where a peaked row has
-// its mean: anywhere else squares would cancel.
+// pilot, a guess at the mean of t; soft ones too where attention is flat, else about the maximum, where a peaked row
+// has its mean: anywhere else squares would cancel.
 template <class Cells, bool STATS, bool MASKED, bool FINAL>
 POISE_INLINE Added weights(float* s, int rows, vf slope, vf intercept, vf pilot) {
   constexpr int kUnroll = 4, kChunk = 32;
@@ -181,7 +181,8 @@ POISE_INLINE Added weights(float* s, int rows, vf slope, vf intercept, vf pilot)
     }
   }
   if (!STATS) return {{weight, zero, zero}, {zero, zero, zero}, zero, zero};
-  return {moment(weight, soft_sum, soft_square, center), moment(count, plain_sum, plain_square, pilot), squares, lowest};
+  return {moment(weight, soft_sum, soft_square, center), moment(count, plain_sum, plain_square, pilot), squares,
+          lowest};
 }
 
 }  // namespace

@@ -40,7 +40,8 @@ POISE_INLINE void clear(vf (&sum)[M][N]) {
     for (int j = 0; j < N; ++j) sum[i][j] = splat(0.0f);
 }
 
-// Longest sum in one chain of additions; longer ones are added up from such pieces. Without FMA every step rounds twice.
+// Longest sum in one chain of additions; longer ones are added up from such pieces. Without FMA every step rounds
+// twice.
 constexpr int kChain = kFused ? 128 : 16;
 
 // Raw scores of keys [0, M): S^T [M, kLanes], and their running maximum per lane.
@@ -102,8 +103,7 @@ POISE_INLINE void accumulate(const char* v, ptrdiff_t v_row, int dims, const cha
 #pragma GCC unroll 16
       for (int i = 0; i < kTileRows; ++i)
 #pragma GCC unroll 8
-        for (int j = 0; j < N; ++j)
-          store(o + i * kLanes + j * W, sum[i][j] + load(o + i * kLanes + j * W) * alpha[j]);
+        for (int j = 0; j < N; ++j) store(o + i * kLanes + j * W, sum[i][j] + load(o + i * kLanes + j * W) * alpha[j]);
     }
   }
 }
@@ -144,20 +144,27 @@ inline void widen_rows(const char* from, int64_t row_bytes, Dtype dtype, int row
 }
 
 // Queries into lanes: qt [dims, kLanes] for `vecs` vectors; lanes from `queries` on are zero; row r times sign[r].
-inline void pack_queries(const char* q, int64_t row_bytes, Dtype dtype, int queries, int vecs, int dims,
-                         const float* sign, float* qt) {
+template <Dtype DTYPE>
+inline void pack_queries(const char* q, int64_t row_bytes, int queries, int vecs, int dims, const float* sign,
+                         float* qt) {
   for (int j = 0; j < vecs; ++j) {
     const int mine = queries - j * W;
-    int d = 0;
-    for (; d < dims; d += W) {
+    for (int d = 0; d < dims; d += W) {
       vf tile[W];
       const int width = dims - d < W ? dims - d : W;
+      const char* rows = q + j * W * row_bytes;
+      if (mine >= W && width == W) {
 #pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) {
-        const char* row = q + (j * W + i) * row_bytes;
-        tile[i] = i >= mine ? splat(0.0f)
-                            : (width == W ? elements(row, dtype, d) : some_elements(row, dtype, d, width)) *
-                                  splat(sign[j * W + i]);
+        for (int i = 0; i < W; ++i) tile[i] = elements(rows + i * row_bytes, DTYPE, d) * splat(sign[j * W + i]);
+      } else {
+        for (int i = 0; i < W; ++i) {
+          if (i >= mine)
+            tile[i] = splat(0.0f);
+          else
+            tile[i] = (width == W ? elements(rows + i * row_bytes, DTYPE, d)
+                                  : some_elements(rows + i * row_bytes, DTYPE, d, width)) *
+                      splat(sign[j * W + i]);
+        }
       }
       transpose(tile);
       for (int i = 0; i < width; ++i) store(qt + (d + i) * kLanes + j * W, tile[i]);
@@ -165,39 +172,55 @@ inline void pack_queries(const char* q, int64_t row_bytes, Dtype dtype, int quer
   }
 }
 
+POISE_INLINE void put(char* row, Dtype dtype, int64_t i, vf x) {
+  if (dtype == Dtype::f32)
+    store((float*)row + i, x);
+  else if (dtype == Dtype::bf16)
+    store_bf16((uint16_t*)row + i, x);
+  else
+    store_f16((uint16_t*)row + i, x);
+}
+
+POISE_INLINE void put_one(char* row, Dtype dtype, int64_t i, float x) {
+  if (dtype == Dtype::f32)
+    ((float*)row)[i] = x;
+  else
+    ((uint16_t*)row)[i] = dtype == Dtype::bf16 ? bf16_of(x) : f16_of(x);
+}
+
 // O^T times `inverse` per lane, back into rows. Lanes whose result is not finite are added to the bits returned.
+template <Dtype DTYPE>
 inline uint64_t unpack_output(const float* ot, int queries, int vecs, int dims, const vf* inverse, char* out,
-                              int64_t row_bytes, Dtype dtype) {
+                              int64_t row_bytes) {
   uint64_t bad = 0;
   for (int j = 0; j < vecs; ++j) {
     const int mine = queries - j * W;
     vf taint = splat(0.0f);
     for (int d = 0; d < dims; d += W) {
       vf tile[W];
-      const int width = dims - d < W ? dims - d : W;
+      char* rows = out + j * W * row_bytes;
+      if (mine >= W && dims - d >= W) {
 #pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) {
+          tile[i] = load(ot + (d + i) * kLanes + j * W) * inverse[j];
+          taint += tile[i] - tile[i];  // NaN from the first infinity or NaN on
+        }
+        transpose(tile);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) put(rows + i * row_bytes, DTYPE, d, tile[i]);
+        continue;
+      }
+      const int width = dims - d < W ? dims - d : W;
       for (int i = 0; i < W; ++i) {
         tile[i] = i < width ? load(ot + (d + i) * kLanes + j * W) * inverse[j] : splat(0.0f);
-        taint += tile[i] - tile[i];  // NaN from the first infinity or NaN on
+        taint += tile[i] - tile[i];
       }
       transpose(tile);
       for (int i = 0; i < W && i < mine; ++i) {
-        char* row = out + (j * W + i) * row_bytes;
-        if (width == W) {
-          if (dtype == Dtype::f32)
-            store((float*)row + d, tile[i]);
-          else if (dtype == Dtype::bf16)
-            store_bf16((uint16_t*)row + d, tile[i]);
-          else
-            store_f16((uint16_t*)row + d, tile[i]);
-        } else {
-          for (int lane = 0; lane < width; ++lane) {
-            if (dtype == Dtype::f32)
-              ((float*)row)[d + lane] = tile[i][lane];
-            else
-              ((uint16_t*)row)[d + lane] = dtype == Dtype::bf16 ? bf16_of(tile[i][lane]) : f16_of(tile[i][lane]);
-          }
-        }
+        if (width == W)
+          put(rows + i * row_bytes, DTYPE, d, tile[i]);
+        else
+          for (int lane = 0; lane < width; ++lane) put_one(rows + i * row_bytes, DTYPE, d + lane, tile[i][lane]);
       }
     }
     bad |= (uint64_t)(bits_of(equal(taint, splat(0.0f))) ^ ((1u << W) - 1)) << (j * W);

@@ -1,8 +1,8 @@
 // The thin vector layer: everything that differs between instruction sets, and the only intrinsics.
 //
-// Arithmetic is GCC/Clang vector extensions (a * b + c contracts to FMA where there is one). Each ISA's translation unit
-// compiles this whole file with its own flags, so everything here has internal linkage and nothing from the standard
-// library that might be emitted out of line is used: the linker must not hand one ISA's code to another.
+// Arithmetic is GCC/Clang vector extensions (a * b + c contracts to FMA where there is one). Each ISA's translation
+// unit compiles this whole file with its own flags, so everything here has internal linkage and nothing from the
+// standard library that might be emitted out of line is used: the linker must not hand one ISA's code to another.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -57,8 +57,10 @@ POISE_INLINE void store(void* p, vf x) { *(vf_unaligned*)p = x; }
 POISE_INLINE vf splat(float x) {
 #if defined(__AVX512F__)
   return (vf)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return (vf)_mm256_set1_ps(x);
 #else
-  return vf{} + x;
+  return vf{x, x, x, x};
 #endif
 }
 
@@ -68,6 +70,19 @@ POISE_INLINE vf pin(vf x) {
   asm("" : POISE_PIN(x));
 #endif
   return x;
+}
+
+// a * b + c with one rounding wherever there is FMA: for sums that must come out the same in differently compiled code.
+POISE_INLINE vf multiply_add(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
 }
 
 // --- Masks: one bit per lane where the hardware has such registers, else all-ones lanes ---
@@ -154,7 +169,8 @@ POISE_INLINE vf exp2_of(vf t) {
 #endif
 }
 
-// Natural logarithm of normal positive x, to about 1 ulp. The reduction to [sqrt(1/2), sqrt(2)) keeps log(1 + tiny) exact.
+// Natural logarithm of normal positive x, to about 1 ulp. The reduction to [sqrt(1/2), sqrt(2)) keeps log(1 + tiny)
+// exact.
 POISE_INLINE vf log_of(vf x) {
   const vi bits = (vi)x - 0x3f3504f3;  // sqrt(1/2)
   const vi exponent = bits >> 23;
@@ -212,7 +228,7 @@ POISE_INLINE float float_of_f16(uint16_t x) {
   return (float)h;
 #else
   const uint32_t sign = (uint32_t)(x & 0x8000) << 16, rest = x & 0x7fff;
-  uint32_t bits = (rest << 13) + 0x38000000;          // exponent bias 15 -> 127
+  uint32_t bits = (rest << 13) + 0x38000000;             // exponent bias 15 -> 127
   if (rest >= 0x7c00) bits = (rest << 13) | 0x7f800000;  // inf, NaN
   float f;
   if (rest < 0x0400) {  // subnormal: rest * 2^-24
@@ -239,7 +255,7 @@ POISE_INLINE uint16_t f16_of(float x) {
   bits &= 0x7fffffff;
   if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
   if (bits >= 0x477ff000) return (uint16_t)(sign | 0x7c00);  // rounds beyond 65504
-  if (bits < 0x38800000) {                                    // subnormal result: let the adder round
+  if (bits < 0x38800000) {                                   // subnormal result: let the adder round
     float f;
     memcpy(&f, &bits, 4);
     f += 0.5f;

@@ -15,14 +15,18 @@ namespace {
 constexpr int kSegment = 256;  // keys processed at once
 
 template <class T>
-inline T lesser(T a, T b) { return b < a ? b : a; }
+inline T lesser(T a, T b) {
+  return b < a ? b : a;
+}
 template <class T>
-inline T greater(T a, T b) { return a < b ? b : a; }
+inline T greater(T a, T b) {
+  return a < b ? b : a;
+}
 
 struct Block {
   int64_t b, h, first;  // batch, head, first query
   int queries;
-  int64_t position;           // i' of the first query
+  int64_t position;                 // i' of the first query
   int32_t low[kTile], high[kTile];  // query r sees keys in [low, high), further masks aside
   int32_t widest_low, widest_high;  // over all its queries: outside, nobody sees anything ...
   int32_t common_low, common_high;  // ... inside, everybody sees everything (intervals only)
@@ -71,10 +75,14 @@ inline Block make_block(const ForwardArgs& args, int64_t b, int64_t h, int64_t f
   return block;
 }
 
-// Calls visit(segment) for the block's segments within [from, to), in ascending order of keys.
+// Calls visit(segment) for the block's segments within [from, to), in ascending order of keys. Segments start at
+// multiples of `align` (1 or 2, which divides `from`): then the first may hold a key that nobody sees.
 template <class Visit>
-inline void for_segments(const ForwardArgs& args, const Block& block, int64_t from, int64_t to, Visit&& visit) {
-  const int64_t low = greater<int64_t>(block.widest_low, from), high = lesser<int64_t>(block.widest_high, to);
+inline void for_segments(const ForwardArgs& args, const Block& block, int64_t from, int64_t to, int align,
+                         Visit&& visit) {
+  const int64_t high = lesser<int64_t>(block.widest_high, to);
+  int64_t low = greater<int64_t>(block.widest_low, from);
+  low -= low % align;
   Segment segment;
   if (!args.tile_ptr) {
     segment.tiled = false;
