@@ -1,0 +1,171 @@
+"""`make demo`: what it prints, wherever it prints to, and that its numbers are attention's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from poise.testing import check_out, truth
+
+DEMO = Path(__file__).parents[1] / "examples" / "demo.py"
+SECTIONS = (
+    "1  Embeddings",
+    "2  Queries, keys, values",
+    "3  Scores",
+    "4  Scaled scores",
+    "5  Weights",
+    "6  Weighted values",
+    "7  The same in one call",
+    "8  Why √d?",
+)
+
+
+def run(*arguments: str | bytes, **environment: str) -> str:
+    """What the demo prints into a pipe."""
+    done = subprocess.run(
+        [sys.executable, DEMO, "--no-timing", *arguments],
+        capture_output=True,
+        env={**os.environ, "PYTHONUTF8": "1", **environment},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode("utf-8")
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo", DEMO)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def printed() -> str:
+    return run()
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_step_is_shown(printed: str, section: str) -> None:
+    assert f"\n{section}" in printed
+
+
+def test_a_pipe_gets_no_escape_codes(printed: str) -> None:
+    assert "\x1b" not in printed
+
+
+def test_lines_fit_a_hundred_columns(printed: str) -> None:
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_the_three_scales_stand_side_by_side(printed: str) -> None:
+    assert any(line.split() == ["unscaled", "1/√d", "1/d"] for line in printed.splitlines())
+
+
+def test_without_timing_nothing_is_measured(printed: str) -> None:
+    assert "GF/s" not in printed
+
+
+class TestNumbers:
+    def test_output_is_that_of_attention(self, demo: ModuleType) -> None:
+        lesson = demo.teach(demo.tokenize(demo.SENTENCE))
+        check_out(lesson.out, truth(q=lesson.q, k=lesson.k, v=lesson.v))
+
+    def test_the_sentence_has_unit_variance_and_one_token_per_word_and_mark(self, demo: ModuleType) -> None:
+        tokens = demo.tokenize(demo.SENTENCE)
+        assert tokens == ["El", "gato", "se", "sentó", "en", "la", "alfombra", "."]
+        generator = torch.Generator().manual_seed(demo.SEED)
+        w = torch.randn(3, demo.D_MODEL, demo.D, generator=generator) / demo.D_MODEL**0.5
+        x, *projected = demo.project(tokens)
+        assert torch.equal(x, torch.randn(8, demo.D_MODEL, generator=generator))
+        for shown, expected in zip(projected, x @ w, strict=True):
+            torch.testing.assert_close(shown, expected)
+
+    def test_a_repeated_word_has_the_same_query(self, demo: ModuleType) -> None:
+        q = demo.teach(demo.tokenize("uno dos uno")).q
+        assert torch.equal(q[0], q[2])
+
+    @pytest.mark.parametrize(
+        ("title", "stage"), [("3  Scores", "raw"), ("4  Scaled scores", "scaled"), ("5  Weights", "prob")]
+    )
+    def test_matrices_as_printed_are_torchs(self, demo: ModuleType, printed: str, title: str, stage: str) -> None:
+        _, q, k, _ = demo.project(demo.tokenize(demo.SENTENCE))
+        raw = q @ k.mT
+        expected = {"raw": raw, "scaled": raw / q.shape[-1] ** 0.5, "prob": (raw / q.shape[-1] ** 0.5).softmax(-1)}[
+            stage
+        ]
+        rows = [
+            [float(cell) for cell in re.sub("[░▒▓█]", " ", line[demo.LABEL :]).split()]
+            for line in section(printed, title)
+            if re.match(r" +\d ", line)
+        ]
+        half_a_digit = 0.051 if stage == "raw" else 0.0051
+        torch.testing.assert_close(torch.tensor(rows), expected, rtol=0, atol=half_a_digit)
+
+    @pytest.mark.parametrize(("name", "power"), [("unscaled", 0.0), ("1/√d", 0.5), ("1/d", 1.0)])
+    def test_table_as_printed_is_torchs(self, demo: ModuleType, printed: str, name: str, power: float) -> None:
+        _, q, k, _ = demo.project(demo.tokenize(demo.SENTENCE))
+        scores = (q @ k.mT).double() / q.shape[-1] ** power
+        p = scores.softmax(-1)
+        gain = 1 - p.square().sum(-1)
+        expected = [
+            scores.std(-1, correction=0).mean(),
+            p.amax(-1).mean(),
+            torch.special.entr(p).sum(-1).mean(),
+            (1 / (1 - gain)).mean(),
+            gain.mean(),
+            gain.min(),
+        ]
+        table = [line for line in section(printed, "8  Why") if re.fullmatch(rf"{name}( +\d+\.\d+){{6}}", line)]
+        assert len(table) == 1
+        shown = [float(cell) for cell in table[0].split()[1:]]
+        assert shown == pytest.approx([float(x) for x in expected], abs=0.0051)
+
+
+class TestOtherSentences:
+    def test_another_sentence_is_shown_by_its_own_words(self) -> None:
+        assert "2 perro" in run("El perro, no.")
+
+    def test_one_token_gives_itself_everything(self) -> None:
+        text = run("Hola")
+        assert "███ 1.00" in text
+        assert "A single token has all of the weight" in text
+
+    def test_a_long_sentence_is_cut_and_says_so(self) -> None:
+        text = run(" ".join(f"palabra{i}" for i in range(30)))
+        assert "30 tokens; only the first 20" in text
+        assert "palabra20" not in text.split("\n1  ")[1]
+        assert max(map(len, text.split("\n1  ")[1].splitlines())) <= 100
+
+    def test_nothing_to_attend_to_is_an_error_that_names_the_argument(self) -> None:
+        done = subprocess.run([sys.executable, DEMO, "  "], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2
+        assert "sentence must contain a word" in done.stderr
+
+    def test_an_ascii_locale_does_not_matter(self, printed: str) -> None:
+        ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+        assert run(**ascii_only) == printed
+        assert "sentó" in run("Se sentó.".encode(), **ascii_only)
+
+
+def section(printed: str, title: str) -> list[str]:
+    """The lines of one step."""
+    return re.split(r"\n\d  ", printed[printed.index("\n" + title) + 1 :])[0].splitlines()
+
+
+class TestTiming:
+    def test_every_round_times_every_call(self, demo: ModuleType) -> None:
+        calls: list[str] = []
+        rounds = demo.interleaved([lambda: calls.append("x"), lambda: calls.append("y")], seconds=0.0)
+        assert [len(times) for times in rounds] == [2] * 5
+        assert calls == ["x", "y"] * 6  # a first round to warm up
