@@ -5,7 +5,7 @@
 // selects visible pairs one by one: that alone decides whether a NaN was hidden or attended. Included once per ISA.
 #pragma once
 #include "exact.h"
-#include "softmax.h"
+#include "scores.h"
 
 namespace poise {
 namespace {
@@ -124,7 +124,7 @@ struct Forward {
     for_segments(args, block, from, to, Cells::kPair, [&](const Segment& segment) {
       uint64_t words[kSegment];
       const bool partial = visible_words(args, block, segment, words);
-      if (FINAL && (args.table || args.slopes)) fill_strip(segment);
+      if (FINAL && (args.table || args.slopes)) fill_strip(args, block, segment, scratch.strip);
       const int64_t width = size_of(args.dtype);
       const char *k_rows = k + segment.key * args.k.n * width, *v_rows = v + segment.key * args.v.n * width;
       int64_t k_row = args.k.n * width, v_row = args.v.n * width;
@@ -164,18 +164,6 @@ struct Forward {
   }
 
  private:
-  // Keys for one group of lanes: [keys] rows of k and v, and who sees them (words null: everyone sees all).
-  struct Piece {
-    const char* k;
-    int64_t k_row;
-    const char* v;
-    int64_t v_row;
-    int64_t key;  // absolute index of the first
-    int begin;    // its place in the segment
-    int keys;
-    const uint64_t* words;
-  };
-
   // Narrows [begin, end) to what the group sees at all; mine = null if it sees all of that. False: nothing.
   bool narrow(const uint64_t* words, int g, int& begin, int& end, const uint64_t*& mine) const {
     const int queries = lesser(kLanes, block.queries - g * kLanes);
@@ -225,92 +213,6 @@ struct Forward {
     v_row = 4 * v_dims;
   }
 
-  // Biases that depend on j - i' only: strip[x] belongs to j - i' = (segment.key - position) + kSegment - 1 - x, so
-  // that neighbouring queries read neighbouring values.
-  void fill_strip(const Segment& segment) {
-    const int64_t first = segment.key - block.position + kSegment - 1, radius = args.table_radius;
-    const float* table = args.table ? args.table + block.h * args.table_h + radius : nullptr;
-    const float slope = args.slopes ? args.slopes[block.h] : 0.0f;
-    for (int x = 0; x < kSegment + kTile - 1; ++x) {
-      const int64_t distance = first - x;
-      float value = 0.0f;
-      if (table) value = table[distance < -radius ? -radius : distance > radius ? radius : distance];
-      if (args.slopes) value -= slope * (float)(distance < 0 ? -distance : distance);
-      scratch.strip[x] = value;
-    }
-  }
-
-  // tile[i] += bias of key + i for the queries from `query` on, one per lane. [W, W], the first `width` keys valid.
-  POISE_INLINE void add_dense(const DenseBias& bias, int query, int64_t key, int width, vf* tile) const {
-    const char* corner = (const char*)bias.data + size_of(bias.dtype) * (block.b * bias.b + block.h * bias.h +
-                                                                         (block.first + query) * bias.n + key * bias.m);
-    const int queries = block.queries - query;
-    if (bias.n == 0) {  // the same for every query
-      for (int i = 0; i < width; ++i) tile[i] += splat(element(corner, bias.dtype, i * bias.m));
-    } else if (bias.m == 1) {
-      vf rows[W];
-#pragma GCC unroll 16
-      for (int r = 0; r < W; ++r) {
-        const char* row = corner + size_of(bias.dtype) * r * bias.n;
-        rows[r] = r >= queries ? splat(0.0f)
-                  : width == W ? elements(row, bias.dtype, 0)
-                               : some_elements(row, bias.dtype, 0, width);
-      }
-      transpose(rows);
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) tile[i] += rows[i];
-    } else {
-      for (int i = 0; i < width; ++i)
-        for (int r = 0; r < W && r < queries; ++r) tile[i][r] += element(corner, bias.dtype, r * bias.n + i * bias.m);
-    }
-  }
-
-  // Raw scores to what the softmax sees: hidden ones -inf, and in FINAL mode scaled, capped and biased.
-  template <int N>
-  void finish(int g, const Piece& piece, vf* top) {
-    const int lane0 = g * kLanes;
-    float* s = scratch.scores;
-    for (int j = 0; j < N; ++j) top[j] = splat(-kInf);
-    if constexpr (!FINAL) {
-      for (int i = 0; i < piece.keys; ++i)
-        for (int j = 0; j < N; ++j) {
-          float* at = s + i * kLanes + j * W;
-          const vf score = select(mask_of(piece.words[i] >> (lane0 + j * W)), load(at), splat(-kInf));
-          store(at, score);
-          top[j] = vmax(score, top[j]);
-        }
-      return;
-    }
-    const vf cap = splat(args.softcap), uncap = splat(args.softcap != 0.0f ? 1.0f / args.softcap : 0.0f);
-    const float* strip = args.table || args.slopes ? scratch.strip + kSegment - 1 - piece.begin + lane0 : nullptr;
-    State& state = scratch.state[g];
-    for (int i = 0; i < piece.keys; i += W) {
-      const int width = lesser(W, piece.keys - i);
-      for (int j = 0; j < N; ++j) {
-        vf bias[W];
-#pragma GCC unroll 16
-        for (int r = 0; r < W; ++r) bias[r] = splat(0.0f);
-        for (int n = 0; n < args.num_biases; ++n) add_dense(args.biases[n], lane0 + j * W, piece.key + i, width, bias);
-        const vf factor = load(scale + lane0 + j * W);
-        vf largest = top[j], largest_logit = state.top_logit[j];
-        for (int r = 0; r < width; ++r) {
-          float* at = s + (i + r) * kLanes + j * W;
-          const vf logit = load(at) * factor;
-          vf score = logit;
-          if (args.softcap != 0.0f) score = cap * tanh_of(logit * uncap);
-          score += bias[r];
-          if (strip) score += load(strip - (i + r) + j * W);
-          if (piece.words) score = select(mask_of(piece.words[i + r] >> (lane0 + j * W)), score, splat(-kInf));
-          store(at, score);
-          largest = vmax(score, largest);
-          if (STATS) largest_logit = vmax(select(equal(score, splat(-kInf)), splat(-kInf), logit), largest_logit);
-        }
-        top[j] = largest;
-        state.top_logit[j] = largest_logit;
-      }
-    }
-  }
-
   template <int N>
   __attribute__((noinline)) void attend_group(int g, const Piece& piece) {
     State& state = scratch.state[g];
@@ -318,7 +220,13 @@ struct Forward {
     vf top[N];
     for (int j = 0; j < N; ++j) top[j] = splat(-kInf);
     score_rows<Cells, N>(piece.k, piece.k_row, piece.keys, scratch.qt[g], k_cells, s, top);
-    if (FINAL || piece.words) finish<N>(g, piece, top);
+    if constexpr (FINAL) {
+      const float* strip =
+          args.table || args.slopes ? scratch.strip + kSegment - 1 - piece.begin + g * kLanes : nullptr;
+      finish_scores<N, STATS>(args, block, s, g * kLanes, piece, scale, strip, top, state.top_logit.at);
+    } else if (piece.words) {
+      hide<N>(s, g * kLanes, piece, top);
+    }
     const bool odd = piece.keys % Cells::kPair != 0;
     if (odd)
       for (int j = 0; j < N; ++j) store(s + piece.keys * kLanes + j * W, splat(-kInf));

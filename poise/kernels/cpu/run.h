@@ -9,7 +9,7 @@
 namespace poise {
 namespace {
 
-constexpr int64_t kEnoughTasks = 64;  // below this a block's keys are split too
+constexpr int64_t kEnoughTasks = 32;  // below this a block's keys are split too
 constexpr int64_t kLeastChunk = 2 * kSegment;
 constexpr double kInlineWork = 1.5e6;  // multiply-adds below which waking threads costs more than it saves
 

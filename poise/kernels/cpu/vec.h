@@ -140,6 +140,22 @@ POISE_INLINE vf vmin(vf a, vf b) {
 #endif
 }
 
+// Bit c = whether byte c of 64 is not zero.
+POISE_INLINE uint64_t nonzero_bytes(const uint8_t* p) {
+#if defined(__AVX512BW__)
+  const __m512i x = _mm512_loadu_si512(p);
+  return _mm512_test_epi8_mask(x, x);
+#else
+  uint64_t bits = 0;
+  for (int c = 0; c < 64; c += 8) {  // eight bools (bytes 0 or 1) to eight bits by one multiplication
+    uint64_t eight;
+    memcpy(&eight, p + c, 8);
+    bits |= ((eight * 0x0102040810204080ull) >> 56) << c;
+  }
+  return bits;
+#endif
+}
+
 // --- Elementary functions ---
 // 2^t for t <= 0 (and slightly above): 2 ulp; exactly 0 at -inf and below the normal range; NaN stays NaN.
 POISE_INLINE vf exp2_of(vf t) {

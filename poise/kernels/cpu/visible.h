@@ -1,13 +1,14 @@
 // Who sees whom, for one block of queries: from the lowered mask to runs of keys and, where needed, bits per key.
 //
 // A block is kTile queries of one head. Its keys come in segments of at most kSegment; a segment that some query sees
-// only in part gets one 64-bit word per key (bit = query within the block), whatever the mask was made of. Portable
-// scalar code, a few instructions per key; knows nothing of scores.
+// only in part gets one 64-bit word per key (bit = query within the block), whatever the mask was made of. A few
+// scalar instructions per key; knows nothing of scores.
 #pragma once
 #include <cstddef>
 #include <cstring>
 
 #include "forward.h"
+#include "vec.h"
 
 namespace poise {
 namespace {
@@ -135,14 +136,10 @@ inline void and_dense(const DenseMask& mask, const Block& block, int64_t key, in
     for (int r = 0; r < queries; ++r) {
       const uint8_t* row = corner + r * mask.n + part * mask.m;
       uint64_t word = 0;
-      int c = 0;
-      if (mask.m == 1)
-        for (; c + 8 <= width; c += 8) {  // eight bools (bytes 0 or 1) to eight bits by one multiplication
-          uint64_t eight;
-          memcpy(&eight, row + c, 8);
-          word |= ((eight * 0x0102040810204080ull) >> 56) << c;
-        }
-      for (; c < width; ++c) word |= (uint64_t)(row[c * mask.m] != 0) << c;
+      if (mask.m == 1 && width == 64)
+        word = nonzero_bytes(row);
+      else
+        for (int c = 0; c < width; ++c) word |= (uint64_t)(row[c * mask.m] != 0) << c;
       bits[r] = word;
     }
     if (!mask.n) {
