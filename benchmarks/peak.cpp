@@ -32,16 +32,16 @@ double best(double flops, Run run) {
   return flops / least;
 }
 
-#define CHAINS(count, TYPE, ZERO, STEP)               \
-  TYPE sum[count];                                    \
-  _Pragma("GCC unroll 24") for (int j = 0; j < count; ++j) sum[j] = ZERO; \
-  for (int i = 0; i < kSteps; ++i) {                  \
-    _Pragma("GCC unroll 24") for (int j = 0; j < count; ++j) { \
-      STEP;                                           \
-      asm volatile("" : "+v"(sum[j]));                \
-    }                                                 \
-  }                                                   \
-  float total = 0;                                    \
+#define CHAINS(count, TYPE, ZERO, STEP)                                        \
+  TYPE sum[count];                                                             \
+  _Pragma("GCC unroll 24") for (int j = 0; j < count; ++j) sum[j] = ZERO;      \
+  for (int i = 0; i < kSteps; ++i) {                                           \
+    _Pragma("GCC unroll 24") for (int j = 0; j < count; ++j) {                 \
+      STEP;                                                                    \
+      asm volatile("" : "+v"(sum[j]));                                         \
+    }                                                                          \
+  }                                                                            \
+  float total = 0;                                                             \
   _Pragma("GCC unroll 24") for (int j = 0; j < count; ++j) total += sum[j][0]; \
   keep_float = total;
 

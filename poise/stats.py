@@ -161,7 +161,10 @@ class ScoreStats:
 
     @property
     def collision(self) -> Tensor:
-        """sum p^2, the chance that two draws meet, the sink being an outcome: 1 = one-hot, 1/n = uniform. Empty: 0."""
+        """sum p^2, the chance that two draws meet, the sink being an outcome: 1 = one-hot, 1/n = uniform.
+
+        Empty: 0, or 1 with a finite sink, the one outcome.
+        """
         inside = self._field("collision")
         return inside if self.sink is None else self._key_share.square() * inside + self._sink_share.square()
 
@@ -178,7 +181,7 @@ class ScoreStats:
 
     @property
     def effective_keys(self) -> Tensor:
-        """1 / sum p^2: how many keys a uniform attention with the same collision would use. Empty: 0."""
+        """1 / sum p^2: how many outcomes a uniform attention with the same collision would use. Empty: as collision."""
         none = self.collision == 0
         return torch.where(none, 0.0, 1.0 / torch.where(none, 1.0, self.collision))
 

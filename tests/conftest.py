@@ -1,11 +1,14 @@
 """Fixtures for every test: a fixed seed, the native kernels or a skip, and each implementation in turn.
 
+The kernels' scratch memory is filled with NaN before every call, so that nothing unwritten is ever read unnoticed.
 With POISE_REQUIRE_NATIVE=1, as `make test` sets it, a missing native library ends the run instead of skipping tests.
 """
 
 from __future__ import annotations
 
 import os
+
+os.environ["POISE_POISON"] = "1"  # the library looks once, at its first call
 
 import pytest
 import torch

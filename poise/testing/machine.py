@@ -15,10 +15,10 @@ _X86 = {
 
 
 def isas() -> tuple[str, ...]:
-    """Values of POISE_ISA that must work here, the plainest first; only "base" where the system does not tell."""
+    """Values of POISE_ISA that must work here, the plainest first; on x86 only "base" where the system does not tell."""
     machine = platform.machine().lower()
     if machine in ("aarch64", "arm64"):
-        return ("base", "neon")
+        return ("neon",)
     if machine not in ("x86_64", "amd64"):
         return ("base",)
     try:
