@@ -15,7 +15,7 @@ _X86 = {
 
 
 def isas() -> tuple[str, ...]:
-    """Values of POISE_ISA that must work here, the plainest first; on x86 only "base" where the system does not tell."""
+    """Values of POISE_ISA that must work here, the plainest first; "base" alone where x86 does not tell."""
     machine = platform.machine().lower()
     if machine in ("aarch64", "arm64"):
         return ("neon",)
