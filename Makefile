@@ -1,4 +1,4 @@
-# Everything a contributor runs. Needs Python >= 3.10 with venv, make and a C++ compiler; the rest comes into .venv, at
+# Everything a contributor runs. Needs Python >= 3.11 with venv, make and a C++ compiler; the rest comes into .venv, at
 # the versions constraints.txt pins. Nothing is installed twice: stamp files remember what was done.
 
 PYTHON ?= python3
@@ -40,7 +40,7 @@ check: $(VENV)/.installed
 	else echo "clang-format is not installed: C++ formatting not checked"; fi
 
 $(VENV)/.made:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "poise needs Python 3.10 or newer; set PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "developing poise needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "$(PYTHON) cannot create a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@touch $@

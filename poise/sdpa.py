@@ -6,6 +6,7 @@ work is op.py's.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def scaled_dot_product_attention(
         try:
             # Without enable_gqa torch lets a single key head broadcast, and refuses other ratios.
             same_heads = enable_gqa or query.size(1) == key.size(1)
-            if same_heads and is_plain(query, key, value) and not torch.is_autocast_enabled("cpu"):
+            usual_scale = scale is None or math.isfinite(scale)
+            if same_heads and usual_scale and is_plain(query, key, value) and not torch.is_autocast_enabled("cpu"):
                 band = _FROM_THE_START if is_causal else EVERYTHING
                 return attend(query, key, value, scale, *band, False)
         except _REFUSALS:

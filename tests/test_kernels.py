@@ -36,6 +36,12 @@ SHAPES = {
     "split-keys": ((1, 1, 1, 3, 5000, 64), {}),
     "split-keys-causal": ((1, 2, 1, 130, 2600, 24), {"mask": poise.causal(), "q_offset": "end"}),
     "causal": ((1, 8, 8, 257, 257, 16), {"mask": poise.causal()}),
+    "dense-bias": ((1, 2, 2, 300, 300, 40), {"bias": torch.randn(300, 300)}),
+    "dense-and-relative": (
+        (1, 2, 2, 70, 90, 32),
+        {"bias": torch.randn(70, 90) + poise.relative(torch.randn(2, 9)), "q_offset": 0},
+    ),
+    "alibi": ((1, 2, 2, 70, 1500, 32), {"bias": poise.alibi(torch.tensor([0.5, 0.01])), "q_offset": "end"}),
     "final": ((1, 2, 2, 70, 1500, 32), {"softcap": 5.0, "bias": poise.alibi(torch.tensor([0.5, 0.01])), "q_offset": 0}),
 }
 

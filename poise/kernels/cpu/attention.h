@@ -13,7 +13,7 @@ namespace {
 constexpr int kGroups = (kTile + kLanes - 1) / kLanes;
 constexpr int kScoreRows = kSegment + 4;
 
-POISE_INLINE int rounded_up(int64_t x, int to) { return (int)((x + to - 1) / to * to); }
+POISE_INLINE int64_t rounded_up(int64_t x, int to) { return (x + to - 1) / to * to; }
 
 // Where things lie in one worker's scratch memory.
 struct Scratch {
@@ -21,13 +21,13 @@ struct Scratch {
   float* ot[kGroups];
   State* state;  // [kGroups]
   float *scores, *strip;
-  char *k, *v;
+  char *k, *v, *half;
   uint8_t* ready;  // per tile of keys: whether v, which then holds the whole head, has it
 
   // Interleaving values by pairs of keys is worth keeping for the head's other blocks, while it stays small.
   template <class Cells>
   static bool keeps_values(const ForwardArgs& args) {
-    return Cells::kPair == 2 && args.M * args.Dv <= (int64_t(1) << 21);
+    return Cells::kPair == 2 && args.M * rounded_up(args.Dv, 8) <= (int64_t(1) << 21);
   }
 
   template <class Cells>
@@ -48,6 +48,7 @@ struct Scratch {
     const size_t v_rows = keeps_values<Cells>(args) ? rounded_up(args.M, kTile) / 2 : kSegment;
     s.v = take(4 * v_rows * rounded_up(args.Dv, 8));
     s.ready = (uint8_t*)take((size_t)args.M / kTile + 1);
+    s.half = take(4 * (size_t)rounded_up(args.Dv, 8));
     if (out) *out = s;
     return used;
   }
@@ -76,7 +77,7 @@ struct Forward {
     Scratch::layout<Cells>(a, memory, &scratch);
     k = v = nullptr;
     keep_v = Scratch::keeps_values<Cells>(a);
-    v_dims = rounded_up(a.Dv, 8);
+    v_dims = (int)rounded_up(a.Dv, 8);
     k_cells = (int)(a.Dk + Cells::kPair - 1) / Cells::kPair;
     copy_k = Cells::kPair == 2 ? a.Dk % 2 != 0 : a.dtype != Dtype::f32;
     copy_v = Cells::kPair == 2 || a.dtype != Dtype::f32 || a.Dv % 8 != 0;
@@ -132,7 +133,9 @@ struct Forward {
       for (int g = 0; g < groups(); ++g) {
         int begin = 0, end = segment.keys;
         const uint64_t* mine = nullptr;
-        if (partial && !narrow(words, g, begin, end, mine)) continue;
+        uint64_t seen = everyone(g);
+        if (partial && !narrow(words, g, begin, end, mine, seen)) continue;
+        scratch.state[g].seen |= seen;
         if (!copied) {
           copied = true;
           copy_rows(segment, k_rows, k_row, v_rows, v_row);
@@ -164,17 +167,26 @@ struct Forward {
   }
 
  private:
-  // Narrows [begin, end) to what the group sees at all; mine = null if it sees all of that. False: nothing.
-  bool narrow(const uint64_t* words, int g, int& begin, int& end, const uint64_t*& mine) const {
+  // A bit for each query of the group.
+  uint64_t everyone(int g) const {
     const int queries = lesser(kLanes, block.queries - g * kLanes);
-    const uint64_t all = (queries == 64 ? ~0ull : (1ull << queries) - 1) << (g * kLanes);
+    return queries == 64 ? ~0ull : (1ull << queries) - 1;
+  }
+
+  // Narrows [begin, end) to what the group sees at all; mine = null if it sees all of that. False: nothing.
+  bool narrow(const uint64_t* words, int g, int& begin, int& end, const uint64_t*& mine, uint64_t& seen) const {
+    const uint64_t all = everyone(g) << (g * kLanes);
     while (begin < end && !(words[begin] & all)) ++begin;
     while (begin < end && !(words[end - 1] & all)) --end;
     if (begin == end) return false;
     begin -= begin % Cells::kPair;  // pairs of keys stay together
-    uint64_t everyone = all;
-    for (int i = begin; i < end; ++i) everyone &= words[i];
-    mine = everyone == all ? nullptr : words + begin;
+    uint64_t common = all, any = 0;
+    for (int i = begin; i < end; ++i) {
+      common &= words[i];
+      any |= words[i];
+    }
+    mine = common == all ? nullptr : words + begin;
+    seen = (any & all) >> (g * kLanes);
     return true;
   }
 
@@ -223,14 +235,22 @@ struct Forward {
     if constexpr (FINAL) {
       const float* strip =
           args.table || args.slopes ? scratch.strip + kSegment - 1 - piece.begin + g * kLanes : nullptr;
-      finish_scores<N, STATS>(args, block, s, g * kLanes, piece, scale, strip, top, state.top_logit.at);
+      finish_scores<N, STATS>(args, block, s, g * kLanes, piece, scale, strip, top, state.top_logit.at,
+                              state.lowest_product.at);
     } else if (piece.words) {
-      hide<N>(s, g * kLanes, piece, top);
+      hide<N, STATS>(s, g * kLanes, piece, top, state.lowest_product.at);
     }
     const bool odd = piece.keys % Cells::kPair != 0;
-    if (odd)
-      for (int j = 0; j < N; ++j) store(s + piece.keys * kLanes + j * W, splat(-kInf));
-    const int rows = rounded_up(piece.keys, Cells::kPair);
+    if (odd) {  // the pair's other half is hidden, so the weights are taken with a mask, and the products looked at
+                // first
+      for (int j = 0; j < N; ++j) {
+        if (STATS && !FINAL && !piece.words)
+          for (int i = 0; i < piece.keys; ++i)
+            state.lowest_product[j] = vmin(load(s + i * kLanes + j * W), state.lowest_product[j]);
+        store(s + piece.keys * kLanes + j * W, splat(-kInf));
+      }
+    }
+    const int rows = (int)rounded_up(piece.keys, Cells::kPair);
     const bool masked = STATS && (FINAL || piece.words || odd);
 
     vf alpha[N];
@@ -252,9 +272,59 @@ struct Forward {
       state.top[j] = top[j];
       state.reference[j] = reference;
     }
-    accumulate<Cells, N>(piece.v, piece.v_row, v_dims, (const char*)s, rows / Cells::kPair, scratch.ot[g], alpha,
-                         !touched[g]);
+    add_values<N>(g, piece, rows / Cells::kPair, alpha);
     touched[g] = true;
+  }
+
+  // O^T moves by alpha and gains the weighted values. A pair of keys at either end may hold one that the whole group
+  // does not see: its weight is 0, but if its value is not finite it is cleared first, or every row would need
+  // exact_rows.
+  template <int N>
+  POISE_INLINE void add_values(int g, const Piece& piece, int cells, const vf* alpha) {
+    const char* p = (const char*)scratch.scores;
+    float* ot = scratch.ot[g];
+    if constexpr (Cells::kPair == 2) {
+      const bool first = piece.words && !(piece.words[0] >> (g * kLanes) & everyone(g));
+      const bool first_taints = first && pair_taints(piece.v, 0x7f80u);
+      const bool last_taints = piece.keys % 2 != 0 && pair_taints(piece.v + (cells - 1) * piece.v_row, 0x7f800000u);
+      if (first_taints || last_taints) {
+        vf one[N];
+        for (int j = 0; j < N; ++j) one[j] = splat(1.0f);
+        bool begun = false;
+        const auto add = [&](const char* v, int cell, int count) {
+          accumulate<Cells, N>(v, piece.v_row, v_dims, p + cell * kLanes * 4, count, ot, begun ? one : alpha,
+                               !begun && !touched[g]);
+          begun = true;
+        };
+        if (first_taints) add(half_of_pair(piece.v, 0xffff0000u), 0, 1);
+        const int from = first_taints ? 1 : 0, to = last_taints ? cells - 1 : cells;
+        if (from < to) add(piece.v + from * piece.v_row, from, to - from);
+        if (last_taints) add(half_of_pair(piece.v + (cells - 1) * piece.v_row, 0x0000ffffu), cells - 1, 1);
+        return;
+      }
+    }
+    accumulate<Cells, N>(piece.v, piece.v_row, v_dims, p, cells, ot, alpha, !touched[g]);
+  }
+
+  // Whether a row of pairs holds an infinity or NaN in the half whose exponent bits are given.
+  bool pair_taints(const char* row, uint32_t exponent) const {
+    bool taints = false;
+    for (int d = 0; d < v_dims; ++d) {
+      uint32_t cell;
+      memcpy(&cell, row + 4 * d, 4);
+      taints |= (cell & exponent) == exponent;
+    }
+    return taints;
+  }
+
+  const char* half_of_pair(const char* row, uint32_t half) {
+    for (int d = 0; d < v_dims; ++d) {
+      uint32_t cell;
+      memcpy(&cell, row + 4 * d, 4);
+      cell &= half;
+      memcpy(scratch.half + 4 * d, &cell, 4);
+    }
+    return scratch.half;
   }
 
   POISE_INLINE void add_sink_keys(int g, int j, const Piece& piece, vf slope, vf intercept, vf alpha) {
@@ -286,6 +356,7 @@ struct Forward {
       State other;
       memcpy(&other, from, sizeof(State));
       const float* ot = (const float*)(from + sizeof(State));
+      mine.seen |= other.seen;
       from += sizeof(State) + 4 * (size_t)v_dims * kLanes;
       for (int j = 0; j < vecs[g]; ++j) {
         const vf reference = vmax(mine.reference[j], other.reference[j]), safe = zero_if_empty(reference);
@@ -300,6 +371,7 @@ struct Forward {
             other.low[j]};
         join_lanes<STATS>(mine, j, alpha, select(equal(mine.reference[j], empty), zero, move), added);
         if (STATS) {
+          mine.lowest_product[j] = vmin(other.lowest_product[j], mine.lowest_product[j]);
           mine.top_logit[j] = vmax(other.top_logit[j], mine.top_logit[j]);
           mine.sink_sum[j] = alpha * mine.sink_sum[j] + other_alpha * other.sink_sum[j];
         }
@@ -317,17 +389,17 @@ struct Forward {
 
   // --- The state becomes the output and the statistics ---
   void finish_block() {
-    uint64_t bad = 0;
+    uint64_t bad = 0, bad_stats = 0;
     for (int g = 0; g < groups(); ++g) {
       State& state = scratch.state[g];
       if (!touched[g]) memset(scratch.ot[g], 0, 4 * (size_t)v_dims * kLanes);
       const int queries = lesser(kLanes, block.queries - g * kLanes);
       vf inverse[kGroupVecs];
-      uint64_t mine = 0;
+      uint64_t mine = 0, odd = 0;
       for (int j = 0; j < vecs[g]; ++j) {
         inverse[j] = normaliser(state, g, j);
-        mine |= (uint64_t)(bits_of(equal(state.soft.weight[j] - state.soft.weight[j], splat(0.0f))) ^ ((1u << W) - 1))
-                << (j * W);
+        mine |= needs_care(state, g, j) << (j * W);
+        if (STATS) odd |= missed_infinity(state, j) << (j * W);
       }
       char* out = (char*)row_at(args.out, args.dtype, block.b, block.h, block.first + g * kLanes);
       const auto unpack = args.dtype == Dtype::f32    ? unpack_output<Dtype::f32>
@@ -336,12 +408,29 @@ struct Forward {
       mine |= unpack(scratch.ot[g], queries, vecs[g], (int)args.Dv, inverse, out, args.out.n * size_of(args.dtype));
       if (STATS)
         for (int j = 0; j < vecs[g]; ++j) write_stats(g, j);
-      bad |= (mine & (queries == 64 ? ~0ull : (1ull << queries) - 1)) << (g * kLanes);
+      bad |= (mine & everyone(g)) << (g * kLanes);
+      bad_stats |= (odd & everyone(g)) << (g * kLanes);
     }
-    if (bad) exact_rows(args, block.b, block.h, block.first, bad);
+    if (bad | bad_stats) exact_rows(args, block.b, block.h, block.first, bad | bad_stats, bad);
   }
 
  private:
+  // The lanes whose sums cannot be trusted: not finite; scores so large that rounding the reference moves them; or no
+  // weight although keys were visible (a -inf bias hides, other scores of -inf must show).
+  uint64_t needs_care(const State& state, int g, int j) const {
+    const vf weight = state.soft.weight[j], off = rounding(state, g, j);
+    const vf size = vmax(off, -off) + (weight - weight);  // NaN if the weight is not finite
+    const uint64_t untrusted = ~(uint64_t)bits_of(less(size, splat(1.0f)));
+    const uint64_t none = bits_of(equal(weight, splat(0.0f))) & (state.seen >> (j * W));
+    return (untrusted | none) & ((1u << W) - 1);
+  }
+
+  // The lanes whose statistics alone are wrong: a -inf that no mask put there was taken for hidden.
+  uint64_t missed_infinity(const State& state, int j) const {
+    const vf lost = splat(-kInf);
+    return bits_of(equal(state.lowest_product[j], lost)) | bits_of(equal(state.low[j], lost));
+  }
+
   // By how much the reference, a rounded product, exceeds top's exact place, in t's units.
   vf rounding(const State& state, int g, int j) const {
     if (FINAL) return splat(0.0f);

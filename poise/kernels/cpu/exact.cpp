@@ -13,10 +13,26 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
 struct Key {
   int64_t index;
   double logit, score;
 };
+
+void read_row(const ForwardArgs& args, const Rows& rows, int64_t head, int64_t n, int64_t dims, float* to,
+              const Block& block) {
+  widen_rows(row_at(rows, args.dtype, block.b, head, n), 0, args.dtype, 1, (int)dims, (int)dims, to);
+}
+
+double dot(const float* a, const float* b, int64_t dims) {
+  double sums[4] = {0.0, 0.0, 0.0, 0.0};
+  int64_t d = 0;
+  for (; d + 4 <= dims; d += 4)
+    for (int lane = 0; lane < 4; ++lane) sums[lane] += (double)a[d + lane] * b[d + lane];
+  for (; d < dims; ++d) sums[0] += (double)a[d] * b[d];
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
 
 double bias_of(const ForwardArgs& args, const Block& block, int64_t i, int64_t j) {
   double bias = 0.0;
@@ -34,14 +50,17 @@ double bias_of(const ForwardArgs& args, const Block& block, int64_t i, int64_t j
   return bias;
 }
 
-// The keys that query i sees; a score of -inf that a bias made counts as hidden.
+// The keys that query i sees; a score of -inf that a bias made counts as hidden. Once a score is NaN the row is, and
+// only the count still matters: no more products are computed.
 std::vector<Key> visible_keys(const ForwardArgs& args, const Block& block, int64_t i) {
   std::vector<Key> keys;
   const int r = (int)(i - block.first);
   const int64_t kv_head = block.h / (args.H / args.G);
-  const char* q = row_at(args.q, args.dtype, block.b, block.h, i);
+  std::vector<float> q(args.Dk), k(args.Dk);
+  read_row(args, args.q, block.h, i, args.Dk, q.data(), block);
   double scale = args.scale;
   if (args.scale_rows) scale = args.scale_rows[block.b * args.scale_b + block.h * args.scale_h + i * args.scale_n];
+  bool lost = false;
   for_segments(args, block, 0, args.M, 1, [&](const Segment& segment) {
     uint64_t words[kSegment];
     const bool partial = visible_words(args, block, segment, words);
@@ -50,12 +69,15 @@ std::vector<Key> visible_keys(const ForwardArgs& args, const Block& block, int64
       const int64_t j = segment.key + n;
       const double bias = bias_of(args, block, i, j);
       if (bias == -kInfinity) continue;
-      const char* k = row_at(args.k, args.dtype, block.b, kv_head, j);
-      double dot = 0.0;
-      for (int64_t d = 0; d < args.Dk; ++d) dot += (double)element(q, args.dtype, d) * element(k, args.dtype, d);
-      const double logit = scale * dot;
-      const double cap = args.softcap;
-      keys.push_back({j, logit, (cap != 0.0 ? cap * std::tanh(logit / cap) : logit) + bias});
+      if (lost) {
+        keys.push_back({j, kNan, kNan});
+        continue;
+      }
+      read_row(args, args.k, kv_head, j, args.Dk, k.data(), block);
+      const double logit = scale * dot(q.data(), k.data(), args.Dk), cap = args.softcap;
+      const double score = (cap != 0.0 ? cap * std::tanh(logit / cap) : logit) + bias;
+      lost = score != score;
+      keys.push_back({j, logit, score});
     }
   });
   return keys;
@@ -66,7 +88,7 @@ void widen(double& extreme, double x, bool up) {
   if (x != x || (up ? x > extreme : x < extreme)) extreme = x;
 }
 
-void write_row(const ForwardArgs& args, const Block& block, int64_t i) {
+void write_row(const ForwardArgs& args, const Block& block, int64_t i, bool output) {
   const std::vector<Key> keys = visible_keys(args, block, i);
   const int64_t kv_head = block.h / (args.H / args.G), n = (int64_t)keys.size();
   double top = -kInfinity, low = kInfinity, top_logit = -kInfinity, mean = 0.0;
@@ -94,13 +116,16 @@ void write_row(const ForwardArgs& args, const Block& block, int64_t i) {
   }
   const double total = args.sink ? sum + std::exp((double)args.sink[block.h] - top) : sum;
 
-  char* out = (char*)row_at(args.out, args.dtype, block.b, block.h, i);
-  for (int64_t d = 0; d < args.Dv; ++d) {
-    double o = 0.0;
-    for (size_t n_key = 0; n_key < keys.size(); ++n_key)
-      o += weight[n_key] / total *
-           element(row_at(args.v, args.dtype, block.b, kv_head, keys[n_key].index), args.dtype, d);
-    put_one(out, args.dtype, d, (float)o);
+  if (output) {
+    std::vector<double> sums(args.Dv, total == total ? 0.0 : kNan);
+    std::vector<float> v(args.Dv);
+    for (size_t n_key = 0; n_key < keys.size() && total == total; ++n_key) {
+      read_row(args, args.v, kv_head, keys[n_key].index, args.Dv, v.data(), block);
+      const double p = weight[n_key] / total;
+      for (int64_t d = 0; d < args.Dv; ++d) sums[d] += p * v[d];
+    }
+    char* out = (char*)row_at(args.out, args.dtype, block.b, block.h, i);
+    for (int64_t d = 0; d < args.Dv; ++d) put_one(out, args.dtype, d, (float)sums[d]);
   }
   if (!args.stats) return;
   double value[kFields] = {0.0, top, top_logit, low, 0.0, 0.0, (double)n, 0.0, 0.0, 0.0, 0.0};
@@ -120,10 +145,10 @@ void write_row(const ForwardArgs& args, const Block& block, int64_t i) {
 
 }  // namespace
 
-void exact_rows(const ForwardArgs& args, int64_t b, int64_t h, int64_t first, uint64_t rows) {
+void exact_rows(const ForwardArgs& args, int64_t b, int64_t h, int64_t first, uint64_t rows, uint64_t outputs) {
   const Block block = make_block(args, b, h, first);
   for (int r = 0; r < block.queries; ++r)
-    if (rows >> r & 1) write_row(args, block, first + r);
+    if ((rows | outputs) >> r & 1) write_row(args, block, first + r, outputs >> r & 1);
 }
 
 }  // namespace poise

@@ -250,7 +250,8 @@ void forward_kernel(Value* stack, uint64_t, uint64_t num_outputs) {
   if (!(in.softcap >= 0)) fail("softcap must be positive, or 0 for none, got " + std::to_string(in.softcap));
   a.scale = static_cast<float>(in.scale);
   read_scale_rows(a, in.scale_rows);
-  a.softcap = static_cast<float>(in.softcap);
+  // A cap too small for float32 must not become 0, which is none.
+  a.softcap = in.softcap > 0 ? std::fmax(static_cast<float>(in.softcap), std::numeric_limits<float>::min()) : 0.0f;
   a.sink = list<float>(in.sink, "sink", t.f32, a.H);
   read_bias(a, in.bias0, "bias0");
   read_bias(a, in.bias1, "bias1");
@@ -286,7 +287,7 @@ void attend_kernel(Value* stack, uint64_t, uint64_t num_outputs) {
   read_inputs(a, q, view(in.k, "k", 4), view(in.v, "v", 4));
   read_band(a, in.left, in.right, in.offset);
   const bool scale_given = in.scale != kNone;
-  a.scale = static_cast<float>(scale_given ? in.scale : 1.0 / std::sqrt(static_cast<double>(a.Dk)));
+  a.scale = static_cast<float>(scale_given ? in.scale : 1.0 / std::sqrt(static_cast<double>(a.Dk > 0 ? a.Dk : 1)));
   a.sink_keys = &first_key, a.num_sink_keys = a.M > 0 ? 1 : 0;
   answer(a, q.dtype, num_outputs == 2, in.bshd, stack, num_outputs);
 }

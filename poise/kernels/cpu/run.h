@@ -22,6 +22,12 @@ struct Job {
   size_t partial_bytes;
 };
 
+// Freed also when a worker throws.
+struct SharedMemory {
+  char* memory = nullptr;
+  ~SharedMemory() { free_shared_memory(memory); }
+};
+
 template <class Cells, bool STATS, bool FINAL>
 void work(void* context, int) {
   Job& job = *(Job*)context;
@@ -64,8 +70,9 @@ void start(const ForwardArgs& args, const Threads& threads) {
   job.tasks = blocks * job.chunks;
   job.partial_bytes = Partial::bytes(args);
   job.partials = nullptr;
+  SharedMemory shared;
   if (job.chunks > 1) {
-    job.partials = shared_memory(job.partial_bytes * (size_t)job.tasks + 4 * (size_t)blocks);
+    job.partials = shared.memory = shared_memory(job.partial_bytes * (size_t)job.tasks + 4 * (size_t)blocks);
     job.arrived = (int32_t*)(job.partials + job.partial_bytes * (size_t)job.tasks);
     memset(job.arrived, 0, 4 * (size_t)blocks);
   }
@@ -76,7 +83,6 @@ void start(const ForwardArgs& args, const Threads& threads) {
     work<Cells, STATS, FINAL>(&job, 0);
   else
     threads.parallel(workers, &work<Cells, STATS, FINAL>, &job);
-  if (job.partials) free_shared_memory(job.partials);
 }
 
 template <class Cells>

@@ -75,16 +75,17 @@ POISE_INLINE void load_bias(const DenseBias& bias, const Block& block, int query
   }
 }
 
-// Raw mode: hides what `words` says; top becomes the largest visible score.
-template <int N>
-POISE_INLINE void hide(float* s, int lane0, const Piece& piece, vf* top) {
+// Raw mode: hides what `words` says; top becomes the largest visible score, lowest the smallest of all products.
+template <int N, bool STATS>
+POISE_INLINE void hide(float* s, int lane0, const Piece& piece, vf* top, vf* lowest) {
   for (int j = 0; j < N; ++j) top[j] = splat(-kInf);
   for (int i = 0; i < piece.keys; ++i) {
     const uint64_t word = piece.words[i] >> lane0;
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) {
       float* at = s + i * kLanes + j * W;
-      const vf score = select(mask_of(word >> (j * W)), load(at), splat(-kInf));
+      const vf product = load(at), score = select(mask_of(word >> (j * W)), product, splat(-kInf));
+      if (STATS) lowest[j] = vmin(product, lowest[j]);
       store(at, score);
       top[j] = vmax(score, top[j]);
     }
@@ -94,11 +95,11 @@ POISE_INLINE void hide(float* s, int lane0, const Piece& piece, vf* top) {
 // Final mode: products to scores in natural units. `strip` points at the first key's and query's distance, or is null.
 template <int N, bool STATS, bool DENSE, bool CAP>
 inline void finish_tiles(const ForwardArgs& args, const Block& block, float* s, int lane0, const Piece& piece,
-                         const float* scale, const float* strip, vf* top, vf* top_logit) {
+                         const float* scale, const float* strip, vf* top, vf* top_logit, vf* lowest) {
   const vf cap = splat(args.softcap), uncap = splat(CAP ? 1.0f / args.softcap : 0.0f);
   for (int j = 0; j < N; ++j) {
     const vf factor = load(scale + lane0 + j * W);
-    vf largest = splat(-kInf), largest_logit = top_logit[j];
+    vf largest = splat(-kInf), largest_logit = top_logit[j], least = lowest[j];
     for (int i = 0; i < piece.keys; i += W) {
       const int width = lesser(W, piece.keys - i);
       vf bias[W];
@@ -112,29 +113,35 @@ inline void finish_tiles(const ForwardArgs& args, const Block& block, float* s, 
       }
       for (int r = 0; r < width; ++r) {
         float* at = s + (i + r) * kLanes + j * W;
-        const vf logit = load(at) * factor;
-        vf score = CAP ? cap * tanh_of(logit * uncap) : logit;
-        if (DENSE) score += bias[r];
-        if (strip) score += load(strip - (i + r) + j * W);
+        const vf product = load(at), logit = product * factor;
+        // Explicitly fused, or not: the output must not depend on whether statistics are compiled in.
+        vf added = splat(0.0f);
+        if (DENSE) added = bias[r];
+        if (strip) added += load(strip - (i + r) + j * W);
+        vf score = CAP ? multiply_add(cap, tanh_of(logit * uncap), added) : multiply_add(product, factor, added);
         if (piece.words) score = select(mask_of(piece.words[i + r] >> (lane0 + j * W)), score, splat(-kInf));
         store(at, score);
         largest = vmax(score, largest);
-        if (STATS) largest_logit = vmax(select(equal(score, splat(-kInf)), splat(-kInf), logit), largest_logit);
+        if (STATS) {
+          largest_logit = vmax(select(equal(score, splat(-kInf)), splat(-kInf), logit), largest_logit);
+          least = vmin(logit, least);
+        }
       }
     }
     top[j] = largest;
     top_logit[j] = largest_logit;
+    lowest[j] = least;
   }
 }
 
 template <int N, bool STATS>
 POISE_INLINE void finish_scores(const ForwardArgs& args, const Block& block, float* s, int lane0, const Piece& piece,
-                                const float* scale, const float* strip, vf* top, vf* top_logit) {
+                                const float* scale, const float* strip, vf* top, vf* top_logit, vf* lowest) {
   const auto finish =
       args.num_biases
           ? (args.softcap != 0.0f ? finish_tiles<N, STATS, true, true> : finish_tiles<N, STATS, true, false>)
           : (args.softcap != 0.0f ? finish_tiles<N, STATS, false, true> : finish_tiles<N, STATS, false, false>);
-  finish(args, block, s, lane0, piece, scale, strip, top, top_logit);
+  finish(args, block, s, lane0, piece, scale, strip, top, top_logit, lowest);
 }
 
 }  // namespace

@@ -29,20 +29,23 @@ struct Moments {
 struct State {
   Lanes<kGroupVecs> top;        // largest score; -inf while nothing is visible
   Lanes<kGroupVecs> reference;  // what t is relative to; -inf likewise
+  uint64_t seen;                // a bit for each query that some key was visible to, whatever its score
   Moments soft;                 // with weights w = 2^t (raw) or e^t (final): its weight is the softmax's denominator
   // From here on, and soft's moments, only with statistics.
-  Moments plain;                // every visible key counts 1
-  Lanes<kGroupVecs> squares;    // sum of w^2
-  Lanes<kGroupVecs> low;        // smallest score, in top's units
-  Lanes<kGroupVecs> top_logit;  // largest z; only where it is not top
-  Lanes<kGroupVecs> sink_sum;   // sum of w over sink_keys
+  Moments plain;                     // every visible key counts 1
+  Lanes<kGroupVecs> squares;         // sum of w^2
+  Lanes<kGroupVecs> low;             // smallest score, in top's units
+  Lanes<kGroupVecs> lowest_product;  // before masks; -inf tells that a score of -inf may be an attended one
+  Lanes<kGroupVecs> top_logit;       // largest z; only where it is not top
+  Lanes<kGroupVecs> sink_sum;        // sum of w over sink_keys
 };
 
 inline void reset(State& state) {
   const vf zero = splat(0.0f);
+  state.seen = 0;
   for (int j = 0; j < kGroupVecs; ++j) {
     state.top[j] = state.reference[j] = state.top_logit[j] = splat(-kInf);
-    state.low[j] = splat(kInf);
+    state.low[j] = state.lowest_product[j] = splat(kInf);
     state.squares[j] = state.sink_sum[j] = zero;
     state.soft.weight[j] = state.soft.mean[j] = state.soft.deviation[j] = zero;
     state.plain.weight[j] = state.plain.mean[j] = state.plain.deviation[j] = zero;
@@ -94,13 +97,13 @@ POISE_INLINE void join_lanes(State& state, int j, vf alpha, vf move, const Added
   state.low[j] = vmin(added.low, state.low[j]);
 }
 
-// A guess at the mean of t: the state's if it has one, else that of the first visible few of these rows.
+// A guess at the mean of t: the state's if it has one, else that of the visible among a few of these rows.
 template <bool FINAL>
 POISE_INLINE vf guess_mean(const State& state, int j, vf move, const float* s, int rows, vf slope, vf intercept) {
   const vf zero = splat(0.0f);
   vf sum = zero, count = zero;
-  for (int k = 0; k < rows && k < 8; ++k) {
-    const vf score = load(s + k * kLanes), t = FINAL ? score - intercept : score * slope - intercept;
+  for (int n = 0; n < 8; ++n) {  // spread over the rows: neighbours may be alike, and hidden
+    const vf score = load(s + n * rows / 8 * kLanes), t = FINAL ? score - intercept : score * slope - intercept;
     const vmask counts = less(splat(-3e38f), t);  // visible, finite
     sum += select(counts, t, zero);
     count += select(counts, splat(1.0f), zero);

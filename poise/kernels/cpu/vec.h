@@ -147,9 +147,10 @@ POISE_INLINE uint64_t nonzero_bytes(const uint8_t* p) {
   return _mm512_test_epi8_mask(x, x);
 #else
   uint64_t bits = 0;
-  for (int c = 0; c < 64; c += 8) {  // eight bools (bytes 0 or 1) to eight bits by one multiplication
+  for (int c = 0; c < 64; c += 8) {  // eight bytes to 0 or 1 each, then to eight bits by one product
     uint64_t eight;
     memcpy(&eight, p + c, 8);
+    eight = ((((eight & 0x7f7f7f7f7f7f7f7full) + 0x7f7f7f7f7f7f7f7full) | eight) >> 7) & 0x0101010101010101ull;
     bits |= ((eight * 0x0102040810204080ull) >> 56) << c;
   }
   return bits;
