@@ -76,6 +76,12 @@ class Window(Mask):
     def __post_init__(self) -> None:
         freeze(self, "key", ("window", self.left, self.right))
 
+    def __repr__(self) -> str:
+        if (self.left, self.right) == (UNBOUNDED, 0):
+            return "causal()"
+        sides = ["unbounded" if side == UNBOUNDED else str(side) for side in (self.left, self.right)]
+        return f"window({sides[0]}, {sides[1]})"
+
     def evaluate(self, rows: Tensor, keys: Tensor, offset: Offset, shape: Shape) -> Tensor:
         distance = keys - positions(rows, offset)[:, None, :, None]  # [B|1, 1, n, m]
         return (distance >= -self.left) & (distance <= self.right)

@@ -25,3 +25,7 @@ def test_the_screen_of_use_prints_what_is_shown():
         torch.set_printoptions(profile="default")
     any_isa = re.compile(r"cpu \(\w+\)")
     assert any_isa.sub("cpu", printed.getvalue()) == any_isa.sub("cpu", shown.group(1))
+
+
+def test_nothing_is_left_to_fill_in():
+    assert "@@" not in README
