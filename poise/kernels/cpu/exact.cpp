@@ -50,7 +50,7 @@ double bias_of(const ForwardArgs& args, const Block& block, int64_t i, int64_t j
   return bias;
 }
 
-// The keys that query i sees; a score of -inf that a bias made counts as hidden. Once a score is NaN the row is, and
+// The keys that query i sees; a score of -inf that a bias made counts as hidden. Once a logit is NaN so is the row, and
 // only the count still matters: no more products are computed.
 std::vector<Key> visible_keys(const ForwardArgs& args, const Block& block, int64_t i) {
   std::vector<Key> keys;
@@ -76,7 +76,7 @@ std::vector<Key> visible_keys(const ForwardArgs& args, const Block& block, int64
       read_row(args, args.k, kv_head, j, args.Dk, k.data(), block);
       const double logit = scale * dot(q.data(), k.data(), args.Dk), cap = args.softcap;
       const double score = (cap != 0.0 ? cap * std::tanh(logit / cap) : logit) + bias;
-      lost = score != score;
+      lost = logit != logit;
       keys.push_back({j, logit, score});
     }
   });
