@@ -241,8 +241,8 @@ struct Forward {
       hide<N, STATS>(s, g * kLanes, piece, top, state.lowest_product.at);
     }
     const bool odd = piece.keys % Cells::kPair != 0;
-    if (odd) {  // the pair's other half is hidden, so the weights are taken with a mask, and the products looked at
-                // first
+    if (odd) {
+      // The pair's other half is hidden: weights are taken with a mask then, so the products are looked at first.
       for (int j = 0; j < N; ++j) {
         if (STATS && !FINAL && !piece.words)
           for (int i = 0; i < piece.keys; ++i)

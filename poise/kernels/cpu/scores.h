@@ -114,7 +114,7 @@ inline void finish_tiles(const ForwardArgs& args, const Block& block, float* s, 
       for (int r = 0; r < width; ++r) {
         float* at = s + (i + r) * kLanes + j * W;
         const vf product = load(at), logit = product * factor;
-        // Explicitly fused, or not: the output must not depend on whether statistics are compiled in.
+        // Fused by name: the output must not depend on whether statistics are compiled in.
         vf added = splat(0.0f);
         if (DENSE) added = bias[r];
         if (strip) added += load(strip - (i + r) + j * W);

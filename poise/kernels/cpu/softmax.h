@@ -5,8 +5,7 @@
 //   raw    no bias, no cap: scores stay unscaled products, t = product * slope - reference with slope = scale * log2(e)
 //          and reference = top * slope, so that the scaling costs nothing: t is in units of log 2.
 //   final  scores were rewritten as s: t = s - reference in natural units, reference = top. The subtraction comes
-//   first,
-//          for a score may be as large as finfo.max.
+//          first, for a score may be as large as finfo.max.
 #pragma once
 #include "tile.h"
 #include "visible.h"
@@ -83,8 +82,7 @@ struct Added {
   vf squares, low;
 };
 
-// Joins keys to lane vector j: what is there moves by `move` (in t's units, 0 if there is nothing) and shrinks by
-// alpha.
+// Joins keys to lane vector j: what is there moves by `move` (in t's units, 0 for nothing) and shrinks by alpha.
 template <bool STATS>
 POISE_INLINE void join_lanes(State& state, int j, vf alpha, vf move, const Added& added) {
   if (!STATS) {
