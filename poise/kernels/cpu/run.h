@@ -32,6 +32,7 @@ template <class Cells, bool STATS, bool FINAL>
 void work(void* context, int) {
   Job& job = *(Job*)context;
   const ForwardArgs& args = *job.args;
+  const FlushTiny flush;
   char* memory = scratch_memory(Scratch::layout<Cells>(args, nullptr, nullptr));
   Forward<Cells, STATS, FINAL> forward(args, memory);
   for (;;) {

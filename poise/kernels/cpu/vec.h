@@ -140,6 +140,28 @@ POISE_INLINE vf vmin(vf a, vf b) {
 #endif
 }
 
+// While it lives, results too small to be normal are 0: where hardware computes with subnormals in microcode, the far
+// tail of a softmax costs more than all the rest. Restores what the caller's thread had.
+class FlushTiny {
+ public:
+#if defined(__x86_64__)
+  FlushTiny() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8000); }
+  ~FlushTiny() { _mm_setcsr(before_); }
+
+ private:
+  uint32_t before_;
+#elif defined(__aarch64__)
+  FlushTiny() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" ::"r"(before_ | (1ull << 24)));
+  }
+  ~FlushTiny() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
+
+ private:
+  uint64_t before_;
+#endif
+};
+
 // Bit c = whether byte c of 64 is not zero.
 POISE_INLINE uint64_t nonzero_bytes(const uint8_t* p) {
 #if defined(__AVX512BW__)
