@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from poise import reference
-from poise.kernels import blockwise, ops
+from poise.kernels import blockwise, ops, training
 from poise.mask import UNBOUNDED, Window
 from poise.plan import Plan, lower
 from poise.problem import MAX_OFFSET, Problem
@@ -80,13 +80,6 @@ def _obstacle(problem: Problem) -> _Obstacle | None:
     if problem.dropout:
         return _Obstacle("dropout is not 0, they have no dropout", f"Pass dropout=0.0 for inference, or {_LEAVE_IMPL}")
     differentiable = tuple(problem.differentiable())
-    if _grad_enabled():
-        for name, tensor in differentiable:
-            if tensor.requires_grad:
-                return _Obstacle(
-                    f"{name} requires grad, they compute the forward pass only",
-                    f"Call under torch.no_grad() for inference, or {_LEAVE_IMPL}",
-                )
     if _under_transform(differentiable):
         return _Obstacle("it is being differentiated or batched by a torch transform", f"For this call {_LEAVE_IMPL}")
     if not ops.available():
@@ -149,6 +142,8 @@ def run(problem: Problem, impl: Impl | None, stats: bool, layout: str) -> tuple[
     chosen = choose(problem, impl).impl
     bshd = layout == "bshd"
     if chosen == "cpu":
+        if _grad_enabled() and any(tensor.requires_grad for _, tensor in problem.differentiable()):
+            return training.run(problem, lowered(replace(problem, bias=())), stats, bshd)
         return ops.run(problem, lowered(problem), stats, bshd)
     if chosen == "blockwise":
         if impl is None:

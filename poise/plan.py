@@ -95,7 +95,7 @@ def lower(
     if torch.device(device).type != "cpu":
         raise ValueError(f"lower: plans are made for the cpu kernels, got device {device}: evaluate the mask there")
     plan = _OPEN if mask is None else _mask_plan(mask, shape, offset)
-    return _with_biases(plan, bias, shape) if bias else plan
+    return with_biases(plan, bias, shape)
 
 
 class _Cache:
@@ -253,7 +253,10 @@ def _at_most(dense: list[Tensor], join: Callable[[Tensor, Tensor], Tensor]) -> l
     return dense
 
 
-def _with_biases(plan: Plan, bias: Sequence[Bias], shape: Shape) -> Plan:
+def with_biases(plan: Plan, bias: Sequence[Bias], shape: Shape) -> Plan:
+    """The plan of a mask alone, with what is added to the scores."""
+    if not bias:
+        return plan
     dense: list[Tensor] = []
     tables: list[Tensor] = []
     slopes: list[Tensor] = []

@@ -39,7 +39,11 @@ FIELDS = (
 
 @dataclass(frozen=True, eq=False)
 class ScoreStats:
-    """Statistics of every query row, [B, H, N] each ([H, N] or [N] for such calls), computed when read."""
+    """Statistics of every query row, [B, H, N] each ([H, N] or [N] for such calls), computed when read.
+
+    All are differentiable but extremes and counts (max_logit, max_score, max_prob, min_score, count): those come without
+    a gradient, because where the largest changes place there is none. Penalise lse or entropy instead.
+    """
 
     packed: Tensor  # [11, B, H, N], the order of FIELDS
     sink: Tensor | None = None  # [H]
@@ -91,7 +95,7 @@ class ScoreStats:
     @property
     def _lse_of_keys(self) -> Tensor:
         """log sum e^s without the sink. Empty: -inf."""
-        return self.max_score + self._field("log_sum")
+        return self._field("max_score") + self._field("log_sum")
 
     @property
     def lse(self) -> Tensor:
@@ -102,18 +106,18 @@ class ScoreStats:
     @property
     def max_logit(self) -> Tensor:
         """max z: the largest scaled score before cap and bias, as in QK-clip and "max attention logit". Empty: -inf."""
-        return self._field("max_logit")
+        return self._field("max_logit").detach()
 
     @property
     def max_score(self) -> Tensor:
         """max s: the largest score as it enters the softmax. Empty: -inf."""
-        return self._field("max_score")
+        return self._field("max_score").detach()
 
     @property
     def max_prob(self) -> Tensor:
         """max p = e^(max s - lse): the largest attention weight of a key. Empty: 0."""
         among_keys = (-self._field("log_sum")).exp().masked_fill(self._empty, 0.0)
-        return among_keys if self.sink is None else self._key_share * among_keys
+        return (among_keys if self.sink is None else self._key_share * among_keys).detach()
 
     @property
     def entropy(self) -> Tensor:
@@ -142,7 +146,7 @@ class ScoreStats:
     @property
     def min_score(self) -> Tensor:
         """min s: the smallest visible score as it enters the softmax. Empty: +inf."""
-        return self._field("min_score")
+        return self._field("min_score").detach()
 
     @property
     def var_p(self) -> Tensor:
@@ -156,7 +160,11 @@ class ScoreStats:
             return inside
         to_keys, to_sink = self._key_share, self._sink_share
         one_only = (to_keys == 0) | (to_sink == 0)  # there the gap may be infinite, and 0 * inf must not arise
-        gap = torch.where(one_only, 0.0, self.max_score) + self._field("shift") - torch.where(one_only, 0.0, sink)
+        gap = (
+            torch.where(one_only, 0.0, self._field("max_score"))
+            + self._field("shift")
+            - torch.where(one_only, 0.0, sink)
+        )
         return to_keys * inside + to_keys * to_sink * gap.masked_fill(one_only, 0.0).square()
 
     @property

@@ -320,29 +320,6 @@ def test_observe_refuses_what_attention_refuses(call: dict[str, Any]) -> None:
 # --- what the native kernels cannot do --------------------------------------------------------------------------------
 
 
-def leaf(name: str) -> dict[str, Any]:
-    """A call one of whose arguments requires grad."""
-    call: dict[str, Any] = tensors()
-    if name in call:
-        call[name].requires_grad_()
-    else:
-        call[name] = torch.zeros(4 if name != "bias" else (8, 8), requires_grad=True)
-    return call
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "scale", "sink"])
-def test_impl_cpu_with_a_gradient_names_the_argument_and_the_way_out(name: str) -> None:
-    refuse(
-        ValueError,
-        'impl="cpu" cannot run this call',
-        f"{name} requires grad",
-        "torch.no_grad()",
-        'impl="blockwise"',
-        impl="cpu",
-        **leaf(name),
-    )
-
-
 def test_impl_cpu_with_float64_names_the_way_out() -> None:
     call = {name: tensor.double() for name, tensor in tensors().items()}
     refuse(ValueError, 'impl="cpu" cannot run this call', "float64", 'impl="blockwise"', impl="cpu", **call)

@@ -26,12 +26,12 @@ def _qkv(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.randn(shape).to(dtype) for shape in shapes)  # type: ignore[return-value]
 
 
-def _forward(**changed: Any) -> tuple[Tensor, Tensor]:
+def _forward(**changed: Any) -> tuple[Tensor, Tensor, Tensor]:
     """poise::forward with nothing optional, but for what is changed."""
     q, k, v = _qkv()
     plain = {"q": q, "k": k, "v": v, "scale": 0.3, "softcap": 0.0, "left": U, "right": U, "offset": 0}
     names = [argument.name for argument in torch.ops.poise.forward.default._schema.arguments]
-    given = {**dict.fromkeys(names), **plain, "stats": True, "bshd": False, **changed}
+    given = {**dict.fromkeys(names), **plain, "stats": True, "save": False, "bshd": False, **changed}
     return torch.ops.poise.forward.default(**given)  # type: ignore[no-any-return]
 
 
@@ -123,7 +123,7 @@ def test_a_refused_call_frees_its_inputs() -> None:
 
 @pytest.mark.parametrize("bshd", [False, True])
 def test_the_output_has_the_layout_asked_for(bshd: bool) -> None:
-    out, packed = _forward(bshd=bshd)
+    out, packed, _ = _forward(bshd=bshd)
     assert out.shape == (B, H, N, D + 1)
     assert (out.transpose(1, 2) if bshd else out).is_contiguous()
     assert packed.shape == (ops.FIELDS, B, H, N)
@@ -135,11 +135,11 @@ def test_without_stats_the_second_output_is_empty() -> None:
 
 def test_attend_and_forward_agree_to_the_bit() -> None:
     q, k, v = _qkv()
-    out, packed = _forward(q=q, k=k, v=v, scale=D**-0.5, left=9, right=3, offset=60, sink_keys=_int32(0))
+    out, packed, _ = _forward(q=q, k=k, v=v, scale=D**-0.5, left=9, right=3, offset=60, sink_keys=_int32(0))
     fast, fast_packed = ops.attend_observed(q, k, v, None, 9, 3, 60, False)
     assert torch.equal(fast, out)
     assert torch.equal(fast_packed, packed)
-    plain, _ = _forward(q=q, k=k, v=v, scale=D**-0.5, left=9, right=3, offset=60, stats=False)
+    plain, _, _ = _forward(q=q, k=k, v=v, scale=D**-0.5, left=9, right=3, offset=60, stats=False)
     assert torch.equal(ops.attend(q, k, v, None, 9, 3, 60, False), plain)
 
 
@@ -148,9 +148,15 @@ def test_attend_and_forward_agree_to_the_bit() -> None:
 def test_torch_finds_no_fault_in_the_operators(dtype: torch.dtype, bshd: bool) -> None:
     q, k, v = _qkv(dtype)
     nothing = (None,) * 14
+    call = (q, k, v, 0.3, None, 0.0, None, U, U, 0, *nothing)
     for stats in (False, True):
-        arguments = (q, k, v, 0.3, None, 0.0, None, U, U, 0, *nothing, stats, bshd)
-        torch.library.opcheck(torch.ops.poise.forward.default, arguments)
+        torch.library.opcheck(torch.ops.poise.forward.default, (*call, stats, True, bshd))
+        out, packed, saved = torch.ops.poise.forward.default(*call, stats, True, bshd)
+        d_out, d_packed = torch.randn_like(out), torch.randn_like(packed) if stats else None
+        results = (d_out, out, saved, packed if stats else None, d_packed)
+        for wanted in (7, 2):
+            torch.library.opcheck(torch.ops.poise.backward.default, (*results, *call, wanted))
+        torch.library.opcheck(torch.ops.poise.bias_gradient.default, (*results, *call, 1, H, N, 1))
     for fast in (torch.ops.poise.attend.default, torch.ops.poise.attend_observed.default):
         torch.library.opcheck(fast, (q, k, v, None, U, 0, 3, bshd))
 

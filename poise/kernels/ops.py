@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LIBRARY = "libpoise.so"
 FIELDS = 11  # rows of the packed statistics, as in stats.FIELDS and forward.h
+_TABLE = 21  # where the table stands among the arguments of a call
 UNBOUNDED = 1 << 40  # forward.h's kUnbounded: no limit on that side
 
 
@@ -49,22 +50,28 @@ def run(problem: Problem, plan: Plan, stats: bool, bshd: bool = False) -> tuple[
 
     With `bshd` the output's memory is [B, N, H, Dv].
     """
+    out, packed, _ = forward(problem, plan, stats, False, bshd)
+    return out, packed
+
+
+def forward(problem: Problem, plan: Plan, stats: bool, save: bool, bshd: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`run`, and what a backward call needs of each row's softmax, [2, B, H, N] (empty without `save`)."""
     _require()
     if problem.dropout:
         raise ValueError('dropout: the cpu kernels have none; use impl="blockwise" or impl="reference"')
-    out, packed = torch.ops.poise.forward.default(*arguments(problem, plan, stats, bshd))
-    return out, packed if stats else None
+    out, packed, saved = torch.ops.poise.forward.default(*arguments(problem, plan, stats), stats, save, bshd)
+    return out, packed if stats else None, saved
 
 
-def arguments(problem: Problem, plan: Plan, stats: bool, bshd: bool) -> tuple[Any, ...]:
-    """The arguments of poise::forward, in the order of its schema."""
+def arguments(problem: Problem, plan: Plan, stats: bool) -> tuple[Any, ...]:
+    """What poise::forward, backward and bias_gradient are told of a call, in the order of their schemas."""
     per_row = isinstance(problem.scale, Tensor)
     offset, offsets = (0, problem.offset) if isinstance(problem.offset, Tensor) else (problem.offset, None)
     sink_keys = torch.tensor(problem.sink_keys, dtype=torch.int32) if stats and problem.sink_keys else None
     return (
-        _rows(problem.q),
-        _rows(problem.k),
-        _rows(problem.v),
+        rows(problem.q),
+        rows(problem.k),
+        rows(problem.v),
         1.0 if per_row else problem.scale,
         _float32(problem.scale) if per_row else None,
         problem.softcap or 0.0,
@@ -84,12 +91,10 @@ def arguments(problem: Problem, plan: Plan, stats: bool, bshd: bool) -> tuple[An
         _float32(plan.table),
         _float32(plan.slopes),
         sink_keys,
-        stats,
-        bshd,
     )
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def rows(tensor: Tensor) -> Tensor:
     """The tensor itself where its last dim is contiguous, as kernels need it, else a copy."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
 
@@ -153,12 +158,22 @@ def _fake_stats(q: Tensor, stats: bool) -> Tensor:
     return q.new_empty((FIELDS if stats else 0, *q.shape[:3]), dtype=torch.float32)
 
 
+def _fake_rows(like: Tensor, wanted: bool) -> Tensor:
+    """A gradient of q, k or v: in the same order of memory, empty if not wanted."""
+    batch, heads, length, dim = like.shape
+    batch = batch if wanted else 0
+    if like.stride(1) < like.stride(2):
+        return like.new_empty(batch, length, heads, dim).transpose(1, 2)
+    return like.new_empty(batch, heads, length, dim)
+
+
 def _register_fakes() -> None:
     """What the operators return, for torch.compile and export: shapes, dtypes and strides only."""
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        stats, bshd = rest[-2:]
-        return _fake_out(q, v, bshd), _fake_stats(q, stats)
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        stats, save, bshd = rest[-3:]
+        saved = q.new_empty((2 if save else 0, *q.shape[:3]), dtype=torch.float32)
+        return _fake_out(q, v, bshd), _fake_stats(q, stats), saved
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         return _fake_out(q, v, rest[-1])
@@ -166,7 +181,23 @@ def _register_fakes() -> None:
     def attend_observed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return _fake_out(q, v, rest[-1]), _fake_stats(q, True)
 
-    fakes: tuple[Callable[..., Any], ...] = (forward, attend, attend_observed)
+    def backward(d_out: Tensor, out: Tensor, saved: Tensor, stats: Any, d_stats: Any, *call: Any) -> tuple[Tensor, ...]:
+        *_, wanted = call
+        q, k, v = call[:3]
+        table = call[_TABLE]
+        batch, heads, queries, _ = q.shape
+        shapes = ((heads, 1 if table is None else table.shape[1]), (heads,), (batch, heads, queries))
+
+        def packed(bit: int, first: Any, *rest: Any) -> Tensor:
+            return q.new_empty((first if wanted & bit else 0, *rest), dtype=torch.float32)
+
+        rows = [_fake_rows(x, bool(wanted & bit)) for x, bit in ((q, 1), (k, 2), (v, 4))]
+        return (*rows, *(packed(bit, *shape) for bit, shape in zip((8, 16, 32, 64), (*shapes, shapes[2]), strict=True)))
+
+    def bias_gradient(d_out: Tensor, *rest: Any) -> Tensor:
+        return d_out.new_empty(rest[-4:], dtype=torch.float32)
+
+    fakes: tuple[Callable[..., Any], ...] = (forward, backward, bias_gradient, attend, attend_observed)
     for fake in fakes:
         torch.library.register_fake(f"poise::{fake.__name__}", fake)
 

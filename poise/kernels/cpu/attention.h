@@ -13,6 +13,8 @@ namespace {
 constexpr int kGroups = (kTile + kLanes - 1) / kLanes;
 constexpr int kScoreRows = kSegment + 4;
 
+constexpr double kInlineWork = 1.5e6;  // multiply-adds below which waking threads costs more than it saves
+
 POISE_INLINE int64_t rounded_up(int64_t x, int to) { return (x + to - 1) / to * to; }
 
 // Where things lie in one worker's scratch memory.
@@ -401,6 +403,7 @@ struct Forward {
         mine |= needs_care(state, g, j) << (j * W);
         if (STATS) odd |= missed_infinity(state, j) << (j * W);
       }
+      if (args.saved) save_softmax(g, inverse, mine);
       char* out = (char*)row_at(args.out, args.dtype, block.b, block.h, block.first + g * kLanes);
       const auto unpack = args.dtype == Dtype::f32    ? unpack_output<Dtype::f32>
                           : args.dtype == Dtype::bf16 ? unpack_output<Dtype::bf16>
@@ -456,6 +459,18 @@ struct Forward {
     const vf keys = select(less(gap, zero), small, one) * exp2_of(rounding(state, g, j));
     const vf total = sum * keys + select(less(gap, zero), one, small);
     return select(equal(sum, zero), zero, keys / total);
+  }
+
+  // The state as a backward call wants it; rows that need care have no sum to be trusted.
+  void save_softmax(int g, const vf* inverse, uint64_t careful) const {
+    for (int j = 0; j < vecs[g]; ++j) {
+      const vf none = splat(kInf), nan = splat(__builtin_nanf(""));
+      const vf log = select(equal(inverse[j], splat(0.0f)), none, -log_of(inverse[j]) * splat(kLog2e));
+      const vf value[kSaved] = {scratch.state[g].top[j], select(mask_of(careful >> (j * W)), nan, log)};
+      const int first = g * kLanes + j * W, mine = lesser(W, block.queries - first);
+      float* to = args.saved + (block.b * args.H + block.h) * args.N + block.first + first;
+      for (int field = 0; field < kSaved; ++field, to += args.B * args.H * args.N) memcpy(to, &value[field], 4 * mine);
+    }
   }
 
   void write_stats(int g, int j) const {

@@ -47,6 +47,8 @@ class Inputs {
   ~Inputs() {
     for (int i = 0; i < owned_; ++i) aoti_torch_delete_tensor_object(tensors_[i]);
   }
+  Value* rest() const { return next_; }  // what follows the arguments read so far
+  int64_t last_integer() { return integer(); }
 
  protected:
   TensorHandle tensor() { return own(*next_++); }
@@ -88,7 +90,7 @@ class Output {
   Output(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype) {
     check(aoti_torch_empty_strided(dim, sizes, strides, dtype, torch_types.cpu, 0, &handle_), "allocate an output");
   }
-  Output(const Output&) = delete;
+  Output(Output&& other) : handle_(other.handle_) { other.handle_ = nullptr; }
   ~Output() {
     if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
   }

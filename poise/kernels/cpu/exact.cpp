@@ -5,13 +5,10 @@
 #include <limits>
 #include <vector>
 
-#include "tile.h"
-#include "visible.h"
+#include "exact_pair.h"
 
 namespace poise {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
@@ -19,36 +16,6 @@ struct Key {
   int64_t index;
   double logit, score;
 };
-
-void read_row(const ForwardArgs& args, const Rows& rows, int64_t head, int64_t n, int64_t dims, float* to,
-              const Block& block) {
-  widen_rows(row_at(rows, args.dtype, block.b, head, n), 0, args.dtype, 1, (int)dims, (int)dims, to);
-}
-
-double dot(const float* a, const float* b, int64_t dims) {
-  double sums[4] = {0.0, 0.0, 0.0, 0.0};
-  int64_t d = 0;
-  for (; d + 4 <= dims; d += 4)
-    for (int lane = 0; lane < 4; ++lane) sums[lane] += (double)a[d + lane] * b[d + lane];
-  for (; d < dims; ++d) sums[0] += (double)a[d] * b[d];
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-}
-
-double bias_of(const ForwardArgs& args, const Block& block, int64_t i, int64_t j) {
-  double bias = 0.0;
-  for (int n = 0; n < args.num_biases; ++n) {
-    const DenseBias& dense = args.biases[n];
-    bias += element((const char*)dense.data, dense.dtype,
-                    block.b * dense.b + block.h * dense.h + i * dense.n + j * dense.m);
-  }
-  const int64_t distance = j - (block.position + i - block.first);
-  if (args.table) {
-    const int64_t radius = args.table_radius;
-    bias += args.table[block.h * args.table_h + lesser(greater(distance, -radius), radius) + radius];
-  }
-  if (args.slopes) bias -= (double)args.slopes[block.h] * (double)(distance < 0 ? -distance : distance);
-  return bias;
-}
 
 // The keys that query i sees; a score of -inf that a bias made counts as hidden. Once a logit is NaN so is the row, and
 // only the count still matters: no more products are computed.
@@ -58,8 +25,7 @@ std::vector<Key> visible_keys(const ForwardArgs& args, const Block& block, int64
   const int64_t kv_head = block.h / (args.H / args.G);
   std::vector<float> q(args.Dk), k(args.Dk);
   read_row(args, args.q, block.h, i, args.Dk, q.data(), block);
-  double scale = args.scale;
-  if (args.scale_rows) scale = args.scale_rows[block.b * args.scale_b + block.h * args.scale_h + i * args.scale_n];
+  const double scale = scale_of(args, block, i);
   bool lost = false;
   for_segments(args, block, 0, args.M, 1, [&](const Segment& segment) {
     uint64_t words[kSegment];

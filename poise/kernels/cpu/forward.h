@@ -28,6 +28,13 @@ enum Field : int32_t {
   kFields
 };
 
+// What a forward call saves of each row's softmax for the backward call.
+enum Saved : int32_t {
+  kSavedTop,  // the largest score, in the kernel's units: q.k times the sign of its scale; with a bias or cap, s
+  kSavedLog,  // log2 of the sum of e^(s - max s), the sink's share included; NaN: the row needs exact arithmetic
+  kSaved
+};
+
 constexpr int64_t kUnbounded = int64_t(1) << 40;  // "no limit" for left and right
 constexpr int kTile = 64;                         // a tile of the tile map: 64 queries x 64 keys
 constexpr int kMaxDense = 2;                      // dense masks, and dense biases, read in place per call
@@ -84,6 +91,8 @@ struct ForwardArgs {
   const int32_t* sink_keys;
   int64_t num_sink_keys;
   float* stats;  // [kFields, B, H, N]
+
+  float* saved;  // [kSaved, B, H, N]: what a backward call needs to know of each row's softmax; null = not wanted
 };
 
 // Runs fn(task, worker) style loops on the caller's threads: run(context, w) for w in [0, workers), maybe in parallel.

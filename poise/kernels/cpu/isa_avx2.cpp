@@ -1,7 +1,12 @@
+#include "gradient_run.h"
 #include "run.h"
 
 namespace poise {
 
 void forward_avx2(const ForwardArgs& args, const Threads& threads) { run<FloatCells>(args, threads); }
+
+void backward_avx2(const BackwardArgs& args, const DenseBiasGradient* bias, const Threads& threads) {
+  run_backward<FloatCells>(args, bias, threads);
+}
 
 }  // namespace poise

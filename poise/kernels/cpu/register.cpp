@@ -4,13 +4,14 @@
 // tensor before a kernel may dereference it, allocates the outputs and lends torch's threads. A call that breaks a
 // rule raises; nothing is copied or converted here. Knows neither mask objects nor kernels: poise/kernels/ops.py
 // lowers the call, forward.h says what the fields mean.
+#include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
-#include <optional>
 #include <string>
 
+#include "backward.h"
 #include "boundary.h"
-#include "forward.h"
 #include "torch_abi.h"
 
 namespace poise {
@@ -183,37 +184,47 @@ void on_torch_threads(int workers, void (*run)(void* context, int worker), void*
   check(torch_parallel_for(0, workers, 1, range, &job), "run the kernel's threads");
 }
 
-// Allocates, computes and puts the results on the stack: [out] or [out, stats].
-void answer(ForwardArgs& a, int32_t dtype, bool stats, bool bshd, Value* stack, uint64_t num_outputs) {
-  const int64_t sizes[4] = {a.B, a.H, a.N, a.Dv};
-  const int64_t row = bshd ? a.H * a.Dv : a.Dv, head = bshd ? a.Dv : a.N * a.Dv;
-  const int64_t strides[4] = {a.H * a.N * a.Dv, head, row, 1};
-  Output out(4, sizes, strides, dtype);
-  a.out = {out.data<void>(), strides[0], head, row};
+// A tensor made here that a kernel writes, [b, h, n, d] with its memory in that order or, for bshd, [b, n, h, d].
+struct RowsOutput {
+  RowsOutput(int64_t b, int64_t h, int64_t n, int64_t d, bool bshd, int32_t dtype)
+      : sizes{b, h, n, d},
+        strides{h * n * d, bshd ? d : n * d, bshd ? h * d : d, 1},
+        tensor(4, sizes, strides, dtype),
+        rows{tensor.data<void>(), strides[0], strides[1], strides[2]} {}
+  int64_t sizes[4], strides[4];
+  Output tensor;
+  Rows rows;
+};
 
-  const int64_t stat_sizes[4] = {stats ? int64_t(kFields) : 0, a.B, a.H, a.N};
-  const int64_t stat_strides[4] = {a.B * a.H * a.N, a.H * a.N, a.N, 1};
-  std::optional<Output> packed;  // poise::attend pays for one allocation only
-  if (num_outputs == 2) packed.emplace(4, stat_sizes, stat_strides, torch_types.f32);
-  a.stats = stats ? packed->data<float>() : nullptr;
-
-  if (a.B != 0 && a.H != 0 && a.N != 0) {
-    uint32_t threads = 1;
-    check(torch_get_num_threads(&threads), "count its threads");
-    const char* error = forward(a, Threads{static_cast<int>(threads), on_torch_threads});
-    if (error != nullptr) fail(error);
-  }
-  stack[0] = out.release();
-  if (packed) stack[1] = packed->release();
+// Likewise, packed float32.
+Output packed_output(std::initializer_list<int64_t> shape) {
+  int64_t sizes[5], strides[5], step = 1;
+  const int64_t dim = static_cast<int64_t>(shape.size());
+  std::copy(shape.begin(), shape.end(), sizes);
+  for (int64_t i = dim - 1; i >= 0; --i) strides[i] = step, step *= sizes[i];
+  return Output(dim, sizes, strides, torch_types.f32);
 }
 
-constexpr const char* kForward =
-    "forward(Tensor q, Tensor k, Tensor v, float scale, Tensor? scale_rows, float softcap, Tensor? sink, int left, "
-    "int right, int offset, Tensor? offsets, Tensor? start, Tensor? end, Tensor? rows, Tensor? tile_ptr, "
-    "Tensor? tile_runs, Tensor? patterns, Tensor? mask0, Tensor? mask1, Tensor? bias0, Tensor? bias1, Tensor? table, "
-    "Tensor? slopes, Tensor? sink_keys, bool stats, bool bshd) -> (Tensor, Tensor)";
+Threads torch_threads() {
+  uint32_t threads = 1;
+  check(torch_get_num_threads(&threads), "count its threads");
+  return Threads{static_cast<int>(threads), on_torch_threads};
+}
 
-struct ForwardInputs : Inputs {  // the members initialise, and so read the stack, in the schema's order
+void compute(const ForwardArgs& a) {
+  if (a.B == 0 || a.H == 0 || a.N == 0) return;
+  const char* error = forward(a, torch_threads());
+  if (error != nullptr) fail(error);
+}
+
+// What forward and backward calls have in common: one attention call.
+#define POISE_CALL                                                                                                    \
+  "Tensor q, Tensor k, Tensor v, float scale, Tensor? scale_rows, float softcap, Tensor? sink, int left, int right, " \
+  "int offset, Tensor? offsets, Tensor? start, Tensor? end, Tensor? rows, Tensor? tile_ptr, Tensor? tile_runs, "      \
+  "Tensor? patterns, Tensor? mask0, Tensor? mask1, Tensor? bias0, Tensor? bias1, Tensor? table, Tensor? slopes, "     \
+  "Tensor? sink_keys"
+
+struct CallInputs : Inputs {  // the members initialise, and so read the stack, in the schema's order
   using Inputs::Inputs;
   const TensorHandle q = tensor(), k = tensor(), v = tensor();
   const double scale = number();
@@ -227,38 +238,165 @@ struct ForwardInputs : Inputs {  // the members initialise, and so read the stac
   const TensorHandle mask0 = optional_tensor(), mask1 = optional_tensor();
   const TensorHandle bias0 = optional_tensor(), bias1 = optional_tensor();
   const TensorHandle table = optional_tensor(), slopes = optional_tensor(), sink_keys = optional_tensor();
-  const bool stats = flag(), bshd = flag();
+
+  // The call as the kernels read it, checked; and q's description.
+  View read(ForwardArgs& a) const {
+    const TorchTypes& t = torch_types;
+    const View q_view = view(q, "q", 4);
+    read_inputs(a, q_view, view(k, "k", 4), view(v, "v", 4));
+    read_band(a, left, right, offset);
+    a.offsets = list<int64_t>(offsets, "offsets", t.i64, a.B);
+    if (a.offsets != nullptr)
+      for (int64_t b = 0; b < a.B; ++b) expect_position("offsets", a.offsets[b]);
+    a.start = list<int32_t>(start, "start", t.i32, a.B);
+    a.end = list<int32_t>(end, "end", t.i32, a.B);
+    read_rows(a, rows);
+    read_tiles(a, tile_ptr, tile_runs, patterns);
+    read_mask(a, mask0, "mask0");
+    read_mask(a, mask1, "mask1");
+
+    if (!(softcap >= 0)) fail("softcap must be positive, or 0 for none, got " + std::to_string(softcap));
+    a.scale = static_cast<float>(scale);
+    read_scale_rows(a, scale_rows);
+    // A cap too small for float32 must not become 0, which is none.
+    a.softcap = softcap > 0 ? std::fmax(static_cast<float>(softcap), std::numeric_limits<float>::min()) : 0.0f;
+    a.sink = list<float>(sink, "sink", t.f32, a.H);
+    read_bias(a, bias0, "bias0");
+    read_bias(a, bias1, "bias1");
+    read_table(a, table);
+    a.slopes = list<float>(slopes, "slopes", t.f32, a.H);
+    read_sink_keys(a, sink_keys);
+    return q_view;
+  }
 };
 
-void forward_kernel(Value* stack, uint64_t, uint64_t num_outputs) {
-  const ForwardInputs in(stack);
-  const TorchTypes& t = torch_types;
-  const View q = view(in.q, "q", 4);
-  ForwardArgs a{};
-  read_inputs(a, q, view(in.k, "k", 4), view(in.v, "v", 4));
-  read_band(a, in.left, in.right, in.offset);
-  a.offsets = list<int64_t>(in.offsets, "offsets", t.i64, a.B);
-  if (a.offsets != nullptr)
-    for (int64_t b = 0; b < a.B; ++b) expect_position("offsets", a.offsets[b]);
-  a.start = list<int32_t>(in.start, "start", t.i32, a.B);
-  a.end = list<int32_t>(in.end, "end", t.i32, a.B);
-  read_rows(a, in.rows);
-  read_tiles(a, in.tile_ptr, in.tile_runs, in.patterns);
-  read_mask(a, in.mask0, "mask0");
-  read_mask(a, in.mask1, "mask1");
+constexpr const char* kForward = "forward(" POISE_CALL ", bool stats, bool save, bool bshd) -> (Tensor, Tensor, Tensor)";
 
-  if (!(in.softcap >= 0)) fail("softcap must be positive, or 0 for none, got " + std::to_string(in.softcap));
-  a.scale = static_cast<float>(in.scale);
-  read_scale_rows(a, in.scale_rows);
-  // A cap too small for float32 must not become 0, which is none.
-  a.softcap = in.softcap > 0 ? std::fmax(static_cast<float>(in.softcap), std::numeric_limits<float>::min()) : 0.0f;
-  a.sink = list<float>(in.sink, "sink", t.f32, a.H);
-  read_bias(a, in.bias0, "bias0");
-  read_bias(a, in.bias1, "bias1");
-  read_table(a, in.table);
-  a.slopes = list<float>(in.slopes, "slopes", t.f32, a.H);
-  read_sink_keys(a, in.sink_keys);
-  answer(a, q.dtype, in.stats, in.bshd, stack, num_outputs);
+struct ForwardInputs : CallInputs {
+  using CallInputs::CallInputs;
+  const bool stats = flag(), save = flag(), bshd = flag();
+};
+
+void forward_kernel(Value* stack, uint64_t, uint64_t) {
+  const ForwardInputs in(stack);
+  ForwardArgs a{};
+  const View q = in.read(a);
+  RowsOutput out(a.B, a.H, a.N, a.Dv, in.bshd, q.dtype);
+  Output stats = packed_output({in.stats ? int64_t(kFields) : 0, a.B, a.H, a.N});
+  Output saved = packed_output({in.save ? int64_t(kSaved) : 0, a.B, a.H, a.N});
+  a.out = out.rows;
+  if (in.stats) a.stats = stats.data<float>();
+  if (in.save) a.saved = saved.data<float>();
+  compute(a);
+  stack[0] = out.tensor.release(), stack[1] = stats.release(), stack[2] = saved.release();
+}
+
+// Which gradients a backward call is to compute; the others come back empty.
+enum Wanted : int64_t { kWantQ = 1, kWantK = 2, kWantV = 4, kWantTable = 8, kWantSlopes = 16, kWantScale = 32, kWantSink = 64 };
+
+constexpr const char* kBackward =
+    "backward(Tensor d_out, Tensor out, Tensor saved, Tensor? stats, Tensor? d_stats, " POISE_CALL
+    ", int wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)";
+constexpr const char* kBiasGradient =
+    "bias_gradient(Tensor d_out, Tensor out, Tensor saved, Tensor? stats, Tensor? d_stats, " POISE_CALL
+    ", int b, int h, int n, int m) -> Tensor";
+
+struct ResultInputs : Inputs {
+  using Inputs::Inputs;
+  const TensorHandle d_out = tensor(), out = tensor(), saved = tensor();
+  const TensorHandle stats = optional_tensor(), d_stats = optional_tensor();
+};
+
+// The stack is read by the bases in their order: results first, then the call.
+struct GradientInputs {
+  explicit GradientInputs(Value* stack) : results(stack), call(results.rest()) {}
+  const ResultInputs results;
+  CallInputs call;
+
+  View read(BackwardArgs& back) const {
+    ForwardArgs& a = back.call;
+    const View q = call.read(a);
+    const View out = rows_like(results.out, "out", a, q.dtype), d_out = rows_like(results.d_out, "d_out", a, q.dtype);
+    a.out = rows_of(out), back.d_out = rows_of(d_out);
+    back.saved = packed(results.saved, "saved", kSaved, a);
+    if ((results.stats == nullptr) != (results.d_stats == nullptr)) fail("stats and d_stats must be given together");
+    if (results.stats == nullptr) return q;
+    a.stats = const_cast<float*>(packed(results.stats, "stats", kFields, a));
+    back.d_stats = packed(results.d_stats, "d_stats", kFields, a);
+    return q;
+  }
+
+ private:
+  static View rows_like(TensorHandle handle, const char* name, const ForwardArgs& a, int32_t dtype) {
+    View v = view(handle, name, 4, dtype);
+    const int64_t sizes[4] = {a.B, a.H, a.N, a.Dv};
+    for (int axis = 0; axis < 4; ++axis) v.expect_size(axis, sizes[axis]);
+    return v;
+  }
+  static const float* packed(TensorHandle handle, const char* name, int64_t fields, const ForwardArgs& a) {
+    View v = view(handle, name, 4, torch_types.f32);
+    const int64_t sizes[4] = {fields, a.B, a.H, a.N};
+    for (int axis = 0; axis < 4; ++axis) v.expect_size(axis, sizes[axis]);
+    v.expect_packed(0);
+    return v.as<float>();
+  }
+};
+
+// A gradient has the layout of what it belongs to.
+RowsOutput gradient_of(const View& rows, bool wanted) {
+  const bool bshd = rows.strides[1] < rows.strides[2];
+  return RowsOutput(wanted ? rows.sizes[0] : 0, rows.sizes[1], rows.sizes[2], rows.sizes[3], bshd, rows.dtype);
+}
+
+void backward_kernel(Value* stack, uint64_t, uint64_t) {
+  GradientInputs in(stack);
+  const int64_t wanted = in.call.last_integer();
+  BackwardArgs back{};
+  const View q = in.read(back);
+  const ForwardArgs& a = back.call;
+  if ((wanted & kWantTable && !a.table) || (wanted & kWantSlopes && !a.slopes) || (wanted & kWantSink && !a.sink))
+    fail("wanted must name gradients of arguments that are given");
+  const auto size = [&](Wanted what, int64_t first) { return wanted & what ? first : 0; };
+  RowsOutput d_q = gradient_of(q, wanted & kWantQ);
+  RowsOutput d_k = gradient_of(view(in.call.k, "k", 4), wanted & kWantK);
+  RowsOutput d_v = gradient_of(view(in.call.v, "v", 4), wanted & kWantV);
+  Output d_table = packed_output({size(kWantTable, a.H), 2 * a.table_radius + 1});
+  Output d_slopes = packed_output({size(kWantSlopes, a.H)});
+  Output d_scale = packed_output({size(kWantScale, a.B), a.H, a.N});
+  Output d_sink = packed_output({size(kWantSink, a.B), a.H, a.N});
+  if (wanted & kWantQ) back.d_q = d_q.rows;
+  if (wanted & kWantK) back.d_k = d_k.rows;
+  if (wanted & kWantV) back.d_v = d_v.rows;
+  if (wanted & kWantTable) back.d_table = d_table.data<float>();
+  if (wanted & kWantSlopes) back.d_slopes = d_slopes.data<float>();
+  if (wanted & kWantScale) back.d_scale = d_scale.data<float>();
+  if (wanted & kWantSink) back.d_sink = d_sink.data<float>();
+  if (a.B != 0 && a.H != 0) {
+    const char* error = backward(back, torch_threads());
+    if (error != nullptr) fail(error);
+  }
+  stack[0] = d_q.tensor.release(), stack[1] = d_k.tensor.release(), stack[2] = d_v.tensor.release();
+  stack[3] = d_table.release(), stack[4] = d_slopes.release(), stack[5] = d_scale.release();
+  stack[6] = d_sink.release();
+}
+
+void bias_gradient_kernel(Value* stack, uint64_t, uint64_t) {
+  GradientInputs in(stack);
+  DenseBiasGradient bias{};
+  for (int64_t& size : bias.sizes) size = in.call.last_integer();
+  BackwardArgs back{};
+  in.read(back);
+  const ForwardArgs& a = back.call;
+  const int64_t sizes[4] = {a.B, a.H, a.N, a.M};
+  for (int axis = 0; axis < 4; ++axis)
+    if (bias.sizes[axis] != 1 && bias.sizes[axis] != sizes[axis])
+      fail("a bias must have size 1 or " + std::to_string(sizes[axis]) + " in dim " + std::to_string(axis));
+  if (a.B == 0 || a.H == 0 || a.N == 0 || a.M == 0) fail("bias_gradient needs rows and keys");
+  Output gradient = packed_output({bias.sizes[0], bias.sizes[1], bias.sizes[2], bias.sizes[3]});
+  bias.data = gradient.data<float>();
+  const char* error = bias_gradient(back, bias, torch_threads());
+  if (error != nullptr) fail(error);
+  stack[0] = gradient.release();
 }
 
 constexpr const char* kAttend =
@@ -289,7 +427,17 @@ void attend_kernel(Value* stack, uint64_t, uint64_t num_outputs) {
   const bool scale_given = in.scale != kNone;
   a.scale = static_cast<float>(scale_given ? in.scale : 1.0 / std::sqrt(static_cast<double>(a.Dk > 0 ? a.Dk : 1)));
   a.sink_keys = &first_key, a.num_sink_keys = a.M > 0 ? 1 : 0;
-  answer(a, q.dtype, num_outputs == 2, in.bshd, stack, num_outputs);
+  RowsOutput out(a.B, a.H, a.N, a.Dv, in.bshd, q.dtype);
+  a.out = out.rows;
+  if (num_outputs == 1) {
+    compute(a);
+  } else {
+    Output stats = packed_output({int64_t(kFields), a.B, a.H, a.N});
+    a.stats = stats.data<float>();
+    compute(a);
+    stack[1] = stats.release();
+  }
+  stack[0] = out.tensor.release();
 }
 
 // Runs once, when the library is loaded. A failure must not end the process: ops.py asks for its name.
@@ -297,10 +445,15 @@ const char* register_operators() {
   LibraryHandle definitions = nullptr, kernels = nullptr;
   if (aoti_torch_library_init_def("poise", __FILE__, __LINE__, &definitions) != 0) return "namespace poise";
   if (aoti_torch_library_def(definitions, kForward) != 0) return "poise::forward";
+  if (aoti_torch_library_def(definitions, kBackward) != 0) return "poise::backward";
+  if (aoti_torch_library_def(definitions, kBiasGradient) != 0) return "poise::bias_gradient";
   if (aoti_torch_library_def(definitions, kAttend) != 0) return "poise::attend";
   if (aoti_torch_library_def(definitions, kAttendObserved) != 0) return "poise::attend_observed";
   if (aoti_torch_library_init_impl("poise", "CPU", __FILE__, __LINE__, &kernels) != 0) return "CPU kernels";
   if (torch_library_impl(kernels, "forward", forward_kernel, kTorchAbi) != 0) return "poise::forward on CPU";
+  if (torch_library_impl(kernels, "backward", backward_kernel, kTorchAbi) != 0) return "poise::backward on CPU";
+  if (torch_library_impl(kernels, "bias_gradient", bias_gradient_kernel, kTorchAbi) != 0)
+    return "poise::bias_gradient on CPU";
   if (torch_library_impl(kernels, "attend", attend_kernel, kTorchAbi) != 0) return "poise::attend on CPU";
   if (torch_library_impl(kernels, "attend_observed", attend_kernel, kTorchAbi) != 0)
     return "poise::attend_observed on CPU";

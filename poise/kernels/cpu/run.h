@@ -11,7 +11,6 @@ namespace {
 
 constexpr int64_t kEnoughTasks = 32;  // below this a block's keys are split too
 constexpr int64_t kLeastChunk = 2 * kSegment;
-constexpr double kInlineWork = 1.5e6;  // multiply-adds below which waking threads costs more than it saves
 
 struct Job {
   const ForwardArgs* args;
@@ -88,7 +87,7 @@ void start(const ForwardArgs& args, const Threads& threads) {
 
 template <class Cells>
 void run(const ForwardArgs& args, const Threads& threads) {
-  const bool final_scores = !kFused || args.softcap != 0.0f || args.num_biases || args.table || args.slopes;
+  const bool final_scores = !scores_are_products(args);
   if (args.stats)
     final_scores ? start<Cells, true, true>(args, threads) : start<Cells, true, false>(args, threads);
   else

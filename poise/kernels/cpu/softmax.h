@@ -13,6 +13,11 @@
 namespace poise {
 namespace {
 
+// Whether a call runs in raw mode.
+inline bool scores_are_products(const ForwardArgs& args) {
+  return kFused && args.softcap == 0.0f && !args.num_biases && !args.table && !args.slopes;
+}
+
 template <int N>
 struct Lanes {
   vf at[N];

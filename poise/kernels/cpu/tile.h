@@ -13,11 +13,11 @@ namespace {
 constexpr int kLanes = W * kGroupVecs;  // queries in a group: the row length of packed queries, scores and outputs
 
 // sum[i][j] += over c < count of a(i, c) * b[c][j]: a's cells lie at a + i * step_i + c * step_c (bytes), b's rows of
-// kLanes cells follow each other. The one inner loop of the project. Each step asks for one line of a to come, at
-// `ahead`: hardware follows neither eight short rows at once nor one column of many, and both cost several percent.
+// cells row_b apart. The one inner loop of the project. Each step asks for one line of a to come, at `ahead`: hardware
+// follows neither eight short rows at once nor one column of many, and both cost several percent.
 template <class Cells, int M, int N>
 POISE_INLINE void multiply(vf (&sum)[M][N], const char* a, ptrdiff_t step_i, ptrdiff_t step_c, const char* b, int count,
-                           const char* ahead, ptrdiff_t ahead_step) {
+                           const char* ahead, ptrdiff_t ahead_step, ptrdiff_t row_b = kLanes * 4) {
   for (int c = 0; c < count; ++c) {
     __builtin_prefetch(ahead);
     ahead += ahead_step;
@@ -31,7 +31,7 @@ POISE_INLINE void multiply(vf (&sum)[M][N], const char* a, ptrdiff_t step_i, ptr
       for (int j = 0; j < N; ++j) sum[i][j] = Cells::dot(sum[i][j], cell, row[j]);
     }
     a += step_c;
-    b += kLanes * 4;
+    b += row_b;
   }
 }
 
@@ -113,6 +113,51 @@ POISE_INLINE void accumulate(const char* v, ptrdiff_t v_row, int dims, const cha
         for (int j = 0; j < N; ++j) store(o + i * kLanes + j * W, sum[i][j] + load(o + i * kLanes + j * W) * alpha[j]);
     }
   }
+}
+
+// One operand of a sum over queries: a group's weights, [keys, kLanes] from `row` bytes apart, for keys [from, to) of a
+// segment, and what each query contributes, [queries, ...] cells.
+struct Contribution {
+  const char* weights;
+  const char* values;
+  int from, to, cells;
+};
+
+template <class Cells, int N>
+POISE_INLINE void add_product_columns(const Contribution* groups, int count, int keys, ptrdiff_t row, ptrdiff_t value_row,
+                                      float* sums, ptrdiff_t wide, int d) {
+  for (int k = 0; k < keys; k += kTileRows) {
+    vf sum[kTileRows][N];
+    clear(sum);
+    bool any = false;
+    for (int g = 0; g < count; ++g) {
+      const Contribution& mine = groups[g];
+      if (k < mine.from || k >= mine.to) continue;
+      any = true;
+      const char* weights = mine.weights + k * row;
+      multiply<Cells, kTileRows, N>(sum, weights, row, 4, mine.values + 4 * d, mine.cells, weights + kTileRows * row,
+                                    kTileRows * row / mine.cells, value_row);
+    }
+    if (!any) continue;
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileRows; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) {
+        float* at = sums + (k + i) * wide + d + j * W;
+        store(at, load(at) + sum[i][j]);
+      }
+  }
+}
+
+// sums [keys, wide] += weights^T values over the queries of all groups. Ranges of keys are multiples of kTileRows: rows
+// beyond a segment's last key hold zeros, and sums has room for them. wide is a multiple of W.
+template <class Cells>
+inline void add_products(const Contribution* groups, int count, int keys, ptrdiff_t row, ptrdiff_t value_row,
+                         float* sums, int wide) {
+  int d = 0;
+  for (; d + kLanes <= wide; d += kLanes)
+    add_product_columns<Cells, kGroupVecs>(groups, count, keys, row, value_row, sums, wide, d);
+  for (; d < wide; d += W) add_product_columns<Cells, 1>(groups, count, keys, row, value_row, sums, wide, d);
 }
 
 // --- Storage to floats and back ---

@@ -443,6 +443,10 @@ struct Bf16Cells {
     _mm512_storeu_si512(p, _mm512_permutexvar_epi16(order, both));
   }
 };
+// The roundings of two lane vectors, one after the other.
+POISE_INLINE void store_halves(void* p, vf first, vf second) {
+  _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+}
 #endif
 
 }  // namespace

@@ -1,0 +1,13 @@
+// Gradients computed again, one visible pair at a time, in double precision: for results that are not finite.
+#pragma once
+#include "backward.h"
+
+namespace poise {
+
+// Writes dQ, and the scale's gradient, of the queries first + r whose bit r is set in `rows`.
+void exact_query_gradients(const BackwardArgs& args, int64_t b, int64_t h, int64_t first, uint64_t rows);
+
+// Writes dK (key: true) or dV of key n of a key/value head.
+void exact_key_gradient(const BackwardArgs& args, int64_t b, int64_t kv_head, int64_t n, bool key);
+
+}  // namespace poise
