@@ -41,8 +41,8 @@ FIELDS = (
 class ScoreStats:
     """Statistics of every query row, [B, H, N] each ([H, N] or [N] for such calls), computed when read.
 
-    All are differentiable but extremes and counts (max_logit, max_score, max_prob, min_score, count): those come without
-    a gradient, because where the largest changes place there is none. Penalise lse or entropy instead.
+    All are differentiable but extremes and counts (max_logit, max_score, max_prob, min_score, count): those come
+    without a gradient, because where the largest changes place there is none. Penalise lse or entropy instead.
     """
 
     packed: Tensor  # [11, B, H, N], the order of FIELDS

@@ -189,7 +189,8 @@ def _register_fakes() -> None:
         shapes = ((heads, 1 if table is None else table.shape[1]), (heads,), (batch, heads, queries))
 
         def packed(bit: int, first: Any, *rest: Any) -> Tensor:
-            return q.new_empty((first if wanted & bit else 0, *rest), dtype=torch.float32)
+            made: Tensor = q.new_empty((first if wanted & bit else 0, *rest), dtype=torch.float32)
+            return made
 
         rows = [_fake_rows(x, bool(wanted & bit)) for x, bit in ((q, 1), (k, 2), (v, 4))]
         return (*rows, *(packed(bit, *shape) for bit, shape in zip((8, 16, 32, 64), (*shapes, shapes[2]), strict=True)))

@@ -54,7 +54,8 @@ class _Attention(torch.autograd.Function):
             d_out = torch.zeros_like(out)
         if torch.is_grad_enabled():  # create_graph=True: whoever differentiates again must be told
             passed = [x for x in (d_out, d_packed) if x is not None]
-            gradients = _Once.apply(problem, ctx.mask_plan, wanted, out, saved, packed, len(passed), *passed, *tensors)  # type: ignore[no-untyped-call]
+            rest = len(passed), *passed, *tensors
+            gradients = _Once.apply(problem, ctx.mask_plan, wanted, out, saved, packed, *rest)  # type: ignore[no-untyped-call]
             return None, None, None, None, *gradients
         return (
             None,
@@ -80,7 +81,7 @@ class _Once(torch.autograd.Function):
         count: int,
         *tensors: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        d_out, d_packed = (*tensors[:count], None)[:2]
+        d_out, d_packed = tensors[0], tensors[1] if count == 2 else None
         return tuple(gradients_of(problem, mask_plan, wanted, out, saved, packed, d_out, d_packed))
 
     @staticmethod
