@@ -77,8 +77,6 @@ def _obstacle(problem: Problem) -> _Obstacle | None:
             f"q is {str(q.dtype).removeprefix('torch.')}, they take float32, bfloat16 and float16",
             f"Convert q, k and v, or {_LEAVE_IMPL}",
         )
-    if problem.dropout:
-        return _Obstacle("dropout is not 0, they have no dropout", f"Pass dropout=0.0 for inference, or {_LEAVE_IMPL}")
     differentiable = tuple(problem.differentiable())
     if _under_transform(differentiable):
         return _Obstacle("it is being differentiated or batched by a torch transform", f"For this call {_LEAVE_IMPL}")

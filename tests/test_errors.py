@@ -325,18 +325,6 @@ def test_impl_cpu_with_float64_names_the_way_out() -> None:
     refuse(ValueError, 'impl="cpu" cannot run this call', "float64", 'impl="blockwise"', impl="cpu", **call)
 
 
-def test_impl_cpu_with_dropout_names_the_way_out() -> None:
-    refuse(
-        ValueError,
-        'impl="cpu" cannot run this call',
-        "dropout",
-        'impl="blockwise"',
-        impl="cpu",
-        dropout=0.1,
-        **tensors(),
-    )
-
-
 def test_impl_cpu_on_another_device_names_the_device() -> None:
     call = {name: tensor.to("meta") for name, tensor in tensors().items()}
     refuse(ValueError, 'impl="cpu" cannot run this call', "q is on meta", ".cpu()", impl="cpu", **call)

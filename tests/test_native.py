@@ -29,7 +29,18 @@ def _qkv(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 def _forward(**changed: Any) -> tuple[Tensor, Tensor, Tensor]:
     """poise::forward with nothing optional, but for what is changed."""
     q, k, v = _qkv()
-    plain = {"q": q, "k": k, "v": v, "scale": 0.3, "softcap": 0.0, "left": U, "right": U, "offset": 0}
+    plain = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "scale": 0.3,
+        "softcap": 0.0,
+        "dropout": 0.0,
+        "seed": 0,
+        "left": U,
+        "right": U,
+        "offset": 0,
+    }
     names = [argument.name for argument in torch.ops.poise.forward.default._schema.arguments]
     given = {**dict.fromkeys(names), **plain, "stats": True, "save": False, "bshd": False, **changed}
     return torch.ops.poise.forward.default(**given)  # type: ignore[no-any-return]
@@ -148,7 +159,7 @@ def test_attend_and_forward_agree_to_the_bit() -> None:
 def test_torch_finds_no_fault_in_the_operators(dtype: torch.dtype, bshd: bool) -> None:
     q, k, v = _qkv(dtype)
     nothing = (None,) * 14
-    call = (q, k, v, 0.3, None, 0.0, None, U, U, 0, *nothing)
+    call = (q, k, v, 0.3, None, 0.0, None, 0.0, 0, U, U, 0, *nothing)
     for stats in (False, True):
         torch.library.opcheck(torch.ops.poise.forward.default, (*call, stats, True, bshd))
         out, packed, saved = torch.ops.poise.forward.default(*call, stats, True, bshd)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LIBRARY = "libpoise.so"
 FIELDS = 11  # rows of the packed statistics, as in stats.FIELDS and forward.h
-_TABLE = 21  # where the table stands among the arguments of a call
+_TABLE = 23  # where the table stands among the arguments of a call
 UNBOUNDED = 1 << 40  # forward.h's kUnbounded: no limit on that side
 
 
@@ -57,8 +57,6 @@ def run(problem: Problem, plan: Plan, stats: bool, bshd: bool = False) -> tuple[
 def forward(problem: Problem, plan: Plan, stats: bool, save: bool, bshd: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     """`run`, and what a backward call needs of each row's softmax, [2, B, H, N] (empty without `save`)."""
     _require()
-    if problem.dropout:
-        raise ValueError('dropout: the cpu kernels have none; use impl="blockwise" or impl="reference"')
     out, packed, saved = torch.ops.poise.forward.default(*arguments(problem, plan, stats), stats, save, bshd)
     return out, packed if stats else None, saved
 
@@ -76,6 +74,8 @@ def arguments(problem: Problem, plan: Plan, stats: bool) -> tuple[Any, ...]:
         _float32(problem.scale) if per_row else None,
         problem.softcap or 0.0,
         _float32(problem.sink),
+        problem.dropout,
+        problem.seed - (problem.seed >> 63 << 64),  # the same 64 bits, signed
         plan.left,
         plan.right,
         offset,

@@ -104,6 +104,9 @@ ForwardArgs arguments(const Case& c) {
     a.scale_b = s->stride(0), a.scale_h = s->stride(1), a.scale_n = s->stride(2);
   }
   a.sink = c.data<float>("sink");
+  const double dropout = c.number("dropout");
+  a.kept_factor = dropout > 0 ? static_cast<float>(1.0 / (1.0 - dropout)) : 0.0f;
+  a.drop_below = static_cast<uint32_t>(dropout * 4294967296.0), a.seed = static_cast<uint64_t>(c.integer("seed"));
   a.slopes = c.data<float>("slopes");
   if (const Array* table = c.find("table")) {
     a.table = table->as<float>(), a.table_h = table->stride(0), a.table_radius = table->sizes[1] / 2;

@@ -4,6 +4,7 @@
 // to the new maximum, weights, accumulate. Rows whose result is not finite are computed again by exact.cpp, which
 // selects visible pairs one by one: that alone decides whether a NaN was hidden or attended. Included once per ISA.
 #pragma once
+#include "dropout.h"
 #include "exact.h"
 #include "scores.h"
 
@@ -274,8 +275,25 @@ struct Forward {
       state.top[j] = top[j];
       state.reference[j] = reference;
     }
+    if (args.kept_factor != 0.0f) drop_weights<N>(g, piece);
     add_values<N>(g, piece, rows / Cells::kPair, alpha);
     touched[g] = true;
+  }
+
+  // The sum of weights is that before dropout: only what meets the values is dropped.
+  template <int N>
+  void drop_weights(int g, const Piece& piece) {
+    uint64_t words[kSegment + 1];
+    kept_lanes<N>(args, block.b * args.H + block.h, block.first + g * kLanes, piece.key, piece.keys, words);
+    words[piece.keys] = 0;
+    for (int k = 0; k < piece.keys; k += Cells::kPair)
+      for (int j = 0; j < N; ++j) {
+        float* at = scratch.scores + k / Cells::kPair * kLanes + j * W;
+        if constexpr (Cells::kPair == 2)
+          Cells::keep_pair(at, words[k] >> (j * W), words[k + 1] >> (j * W));
+        else
+          store(at, select(mask_of(words[k] >> (j * W)), load(at), splat(0.0f)));
+      }
   }
 
   // O^T moves by alpha and gains the weighted values. A pair of keys at either end may hold one that the whole group
@@ -404,6 +422,8 @@ struct Forward {
         if (STATS) odd |= missed_infinity(state, j) << (j * W);
       }
       if (args.saved) save_softmax(g, inverse, mine);
+      if (args.kept_factor != 0.0f)
+        for (int j = 0; j < vecs[g]; ++j) inverse[j] *= splat(args.kept_factor);
       char* out = (char*)row_at(args.out, args.dtype, block.b, block.h, block.first + g * kLanes);
       const auto unpack = args.dtype == Dtype::f32    ? unpack_output<Dtype::f32>
                           : args.dtype == Dtype::bf16 ? unpack_output<Dtype::bf16>

@@ -10,9 +10,9 @@
 namespace poise {
 
 struct BackwardArgs {
-  ForwardArgs call;    // as it was; call.out is read, call.stats is the statistics if d_stats is given
-  Rows d_out;          // [B, H, N, Dv], of q's dtype
-  const float* saved;  // [kSaved, B, H, N]
+  ForwardArgs call;      // as it was; call.out is read, call.stats is the statistics if d_stats is given
+  Rows d_out;            // [B, H, N, Dv], of q's dtype
+  const float* saved;    // [kSaved, B, H, N]
   const float* d_stats;  // [kFields, B, H, N], or null
 
   // Results. Null data: not wanted.
@@ -29,7 +29,7 @@ struct BackwardArgs {
 
 // The gradient of one dense bias: dS summed over the dims in which it broadcasts.
 struct DenseBiasGradient {
-  float* data;  // packed [sizes]
+  float* data;       // packed [sizes]
   int64_t sizes[4];  // of [B, H, N, M], or 1
 };
 

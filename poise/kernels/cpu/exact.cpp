@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "dropout.h"
 #include "exact_pair.h"
 
 namespace poise {
@@ -83,11 +84,14 @@ void write_row(const ForwardArgs& args, const Block& block, int64_t i, bool outp
   const double total = args.sink ? sum + std::exp((double)args.sink[block.h] - top) : sum;
 
   if (output) {
-    std::vector<double> sums(args.Dv, total == total ? 0.0 : kNan);
+    const bool drops = args.kept_factor != 0.0f;
+    const bool lost = total != total && !drops;  // no need to look at the values: all is NaN
+    std::vector<double> sums(args.Dv, lost ? kNan : 0.0);
     std::vector<float> v(args.Dv);
-    for (size_t n_key = 0; n_key < keys.size() && total == total; ++n_key) {
+    for (size_t n_key = 0; n_key < keys.size() && !lost; ++n_key) {
       read_row(args, args.v, kv_head, keys[n_key].index, args.Dv, v.data(), block);
-      const double p = weight[n_key] / total;
+      double p = weight[n_key] / total;
+      if (drops) p = kept(args, block.b * args.H + block.h, i, keys[n_key].index) ? p * args.kept_factor : 0.0;
       for (int64_t d = 0; d < args.Dv; ++d) sums[d] += p * v[d];
     }
     char* out = (char*)row_at(args.out, args.dtype, block.b, block.h, i);

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "dropout.h"
 #include "exact_pair.h"
 #include "score_terms.h"
 
@@ -31,8 +32,9 @@ struct Query {
 // What one visible pair contributes.
 struct Pair {
   bool visible;
-  double logit;     // z
-  double p, d_raw;  // weight, and the gradient of z
+  double logit;        // z
+  double p, to_value;  // weight, and what dropout makes of it
+  double d_raw;        // the gradient of z
 };
 
 class Call {
@@ -85,7 +87,15 @@ class Call {
     pair.visible = true;
     pair.p = std::exp(score - query.lse);
     read_row(args_, args_.v, kv_head(query), j, args_.Dv, value_.data(), query.block);
-    double inner = dot(query.d_out.data(), value_.data(), args_.Dv) - query.delta, plain = 0.0;
+    double inner = dot(query.d_out.data(), value_.data(), args_.Dv), plain = 0.0;
+    if (args_.kept_factor != 0.0f) {
+      const bool keeps = kept(args_, query.block.b * args_.H + query.block.h, query.i, j);
+      pair.to_value = keeps ? pair.p * args_.kept_factor : 0.0;
+      inner = keeps ? inner * args_.kept_factor : 0.0;
+    } else {
+      pair.to_value = pair.p;
+    }
+    inner -= query.delta;
     if (back_.d_stats) {
       const ScoreTerms& terms = query.terms;
       const int64_t place = (query.block.b * args_.H + query.block.h) * args_.N + query.i;
@@ -200,7 +210,7 @@ void exact_key_gradient(const BackwardArgs& back, int64_t b, int64_t kv_head, in
         query = call.query(block, first + r);
         const Pair pair = call.pair(query, n);
         if (!pair.visible) continue;
-        const double weight = key ? pair.d_raw * query.scale : pair.p;
+        const double weight = key ? pair.d_raw * query.scale : pair.to_value;
         const std::vector<float>& from = key ? query.q : query.d_out;
         for (int64_t d = 0; d < dims; ++d) sums[d] += weight * from[d];
         more = weight == weight;

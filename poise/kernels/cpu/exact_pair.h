@@ -12,7 +12,7 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 inline void read_row(const ForwardArgs& args, const Rows& rows, int64_t head, int64_t n, int64_t dims, float* to,
-              const Block& block) {
+                     const Block& block) {
   widen_rows(row_at(rows, args.dtype, block.b, head, n), 0, args.dtype, 1, (int)dims, (int)dims, to);
 }
 

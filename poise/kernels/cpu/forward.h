@@ -87,6 +87,11 @@ struct ForwardArgs {
   int num_masks;
   DenseMask masks[kMaxDense];
 
+  // Dropout: a weight is kept where its word of the counter-based generator is at least drop_below.
+  float kept_factor;  // 1 / (1 - p), what kept weights are multiplied by; 0 = no dropout
+  uint32_t drop_below;
+  uint64_t seed;
+
   // Statistics; stats null = none wanted
   const int32_t* sink_keys;
   int64_t num_sink_keys;

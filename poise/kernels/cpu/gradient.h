@@ -22,18 +22,18 @@ inline size_t dqt_bytes(const ForwardArgs& args) { return 4 * kGroups * (size_t)
 
 // Where things lie in one worker's scratch memory. Group buffers follow each other.
 struct GradientScratch {
-  char* qt[kGroups];     // queries and output gradients in lanes, as the forward pass packs queries ...
+  char* qt[kGroups];  // queries and output gradients in lanes, as the forward pass packs queries ...
   char* gt[kGroups];
   char *q_rows, *g_rows;  // ... and as rows (of pairs of queries), to sum over them
   char* p[kGroups];       // weights and dS of a segment, [kSegment, kLanes] each, cells along the queries
   char* ds[kGroups];
-  float *raw, *dp;        // one group's scores, then weights, and dP, then dS, where p and ds hold pairs
-  float* spread;          // its distances from the mean score
-  float* slope;              // derivative of the cap
-  char* ds_pairs;            // dS by pairs of keys
+  float *raw, *dp;  // one group's scores, then weights, and dP, then dS, where p and ds hold pairs
+  float* spread;    // its distances from the mean score
+  float* slope;     // derivative of the cap
+  char* ds_pairs;   // dS by pairs of keys
   float* dqt[kGroups];
-  float *dk, *dv;          // the chunk's sums, [chunk, wide]
-  char *k, *v, *k_mix;     // the chunk's keys and values where the micro-kernels cannot read them in place
+  float *dk, *dv;       // the chunk's sums, [chunk, wide]
+  char *k, *v, *k_mix;  // the chunk's keys and values where the micro-kernels cannot read them in place
   float *strip, *strip_sum, *skewed;
   float* table_sum;
 
@@ -94,8 +94,8 @@ struct Gradient {
   Block block;
   int vecs[kGroups];
   bool touched[kGroups];
-  float scale[kTile], sign[kTile];          // as the forward pass splits a query's scale
-  float top[kTile], log_sum[kTile];         // what it saved; top is +inf for a row without keys: its weights are 0
+  float scale[kTile], sign[kTile];   // as the forward pass splits a query's scale
+  float top[kTile], log_sum[kTile];  // what it saved; top is +inf for a row without keys: its weights are 0
   float delta[kTile];
   RowTerms terms;
   int64_t b, kv_head, from, to;  // the chunk of keys
@@ -103,7 +103,8 @@ struct Gradient {
   int64_t k_row, v_row, k_mix_row;
   int k_cells, v_cells, k_dims, k_wide, v_wide;
   float slope_sum;
-  float* bias_sum = nullptr;  // dS as it is, [kTile, bias_row], if wanted
+  uint64_t kept_words[kSegment];  // per key of a piece: the lanes whose weight dropout keeps
+  float* bias_sum = nullptr;      // dS as it is, [kTile, bias_row], if wanted
   int64_t bias_row = 0;
 
   Gradient(const BackwardArgs& a, int64_t chunk, char* memory) : back(a), args(a.call) {
@@ -221,10 +222,8 @@ struct Gradient {
       if (!count) return;
       const int64_t place = segment.key - from;
       constexpr ptrdiff_t row = 4 * kLanes / Cells::kPair;
-      if (back.d_v.data)
-        add_products<Cells>(to_v, count, last, row, 4 * v_wide, scratch.dv + place * v_wide, v_wide);
-      if (back.d_k.data)
-        add_products<Cells>(to_k, count, last, row, 4 * k_wide, scratch.dk + place * k_wide, k_wide);
+      if (back.d_v.data) add_products<Cells>(to_v, count, last, row, 4 * v_wide, scratch.dv + place * v_wide, v_wide);
+      if (back.d_k.data) add_products<Cells>(to_k, count, last, row, 4 * k_wide, scratch.dk + place * k_wide, k_wide);
       if (back.d_table || back.d_slopes) add_strip(segment);
     });
   }
@@ -262,8 +261,7 @@ struct Gradient {
       const auto unpack = args.dtype == Dtype::f32    ? unpack_output<Dtype::f32>
                           : args.dtype == Dtype::bf16 ? unpack_output<Dtype::bf16>
                                                       : unpack_output<Dtype::f16>;
-      const uint64_t odd =
-          unpack(mine, queries, vecs[g], (int)args.Dk, factor, out, back.d_q.n * size_of(args.dtype));
+      const uint64_t odd = unpack(mine, queries, vecs[g], (int)args.Dk, factor, out, back.d_q.n * size_of(args.dtype));
       bad |= odd << first;
     }
     if (back.d_sink) finish_sink();
@@ -391,8 +389,10 @@ struct Gradient {
     if (FINAL) finish<N>(g, piece);
     for (int j = 0; j < N; ++j) words ? weigh<true>(g, j, piece) : weigh<false>(g, j, piece);
     score_rows<Cells, N>(piece.v, piece.v_row, piece.keys, scratch.gt[g], v_cells, scratch.dp, unused);
+    if (args.kept_factor != 0.0f) drop_gradients<N>(g, piece);
     for (int j = 0; j < N; ++j) words ? differentiate<true>(g, j, piece) : differentiate<false>(g, j, piece);
     if (STATS) add_sink_keys<N>(g, piece);
+    if (args.kept_factor != 0.0f) drop_weights<N>(piece);
     if (back.d_table || back.d_slopes) add_diagonals<N>(g, piece);
     if (bias_sum) add_to_bias<N>(g, piece);
     if (FINAL && args.softcap != 0.0f) uncap<N>(piece);
@@ -441,6 +441,29 @@ struct Gradient {
       store(at, exp2_of(FINAL ? t * splat(kLog2e) - log : t - log));
       if (STATS) store(scratch.spread + i * kLanes + j * W, (FINAL ? t : t * splat(kLn2)) - shift);
     }
+  }
+
+  // Dropout: dP passes through what was kept.
+  template <int N>
+  void drop_gradients(int g, const Piece& piece) {
+    kept_lanes<N>(args, b * args.H + block.h, block.first + g * kLanes, piece.key, piece.keys, kept_words);
+    drop<N>(scratch.dp, piece);
+  }
+
+  // And so do the weights, once dS is made of them, on their way to dV.
+  template <int N>
+  void drop_weights(const Piece& piece) {
+    drop<N>(scratch.raw, piece);
+  }
+
+  template <int N>
+  POISE_INLINE void drop(float* tile, const Piece& piece) {
+    const vf factor = splat(args.kept_factor), zero = splat(0.0f);
+    for (int i = 0; i < piece.keys; ++i)
+      for (int j = 0; j < N; ++j) {
+        float* at = tile + i * kLanes + j * W;
+        store(at, select(mask_of(kept_words[i] >> (j * W)), load(at) * factor, zero));
+      }
   }
 
   // dP becomes dS in place.

@@ -210,8 +210,8 @@ void run_backward(const BackwardArgs& args, const DenseBiasGradient* bias, const
     job.bias = *bias;
     job.args.d_q.data = job.args.d_k.data = job.args.d_v.data = nullptr;
     job.args.d_table = job.args.d_slopes = job.args.d_scale = job.args.d_sink = nullptr;
-    job.tasks = bias->sizes[0] * bias->sizes[1] * (bias->sizes[2] > 1 ? job.blocks : 1) *
-                (bias->sizes[3] > 1 ? job.chunks : 1);
+    job.tasks =
+        bias->sizes[0] * bias->sizes[1] * (bias->sizes[2] > 1 ? job.blocks : 1) * (bias->sizes[3] > 1 ? job.chunks : 1);
   }
   if (args.d_stats)
     final_scores ? start_backward<Cells, true, true>(job, threads) : start_backward<Cells, true, false>(job, threads);

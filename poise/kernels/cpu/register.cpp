@@ -218,10 +218,11 @@ void compute(const ForwardArgs& a) {
 }
 
 // What forward and backward calls have in common: one attention call.
-#define POISE_CALL                                                                                                    \
-  "Tensor q, Tensor k, Tensor v, float scale, Tensor? scale_rows, float softcap, Tensor? sink, int left, int right, " \
-  "int offset, Tensor? offsets, Tensor? start, Tensor? end, Tensor? rows, Tensor? tile_ptr, Tensor? tile_runs, "      \
-  "Tensor? patterns, Tensor? mask0, Tensor? mask1, Tensor? bias0, Tensor? bias1, Tensor? table, Tensor? slopes, "     \
+#define POISE_CALL                                                                                                 \
+  "Tensor q, Tensor k, Tensor v, float scale, Tensor? scale_rows, float softcap, Tensor? sink, float dropout, "    \
+  "int seed, int left, int right, int offset, Tensor? offsets, Tensor? start, Tensor? end, Tensor? rows, Tensor? " \
+  "tile_ptr, Tensor? tile_runs, "                                                                                  \
+  "Tensor? patterns, Tensor? mask0, Tensor? mask1, Tensor? bias0, Tensor? bias1, Tensor? table, Tensor? slopes, "  \
   "Tensor? sink_keys"
 
 struct CallInputs : Inputs {  // the members initialise, and so read the stack, in the schema's order
@@ -231,6 +232,8 @@ struct CallInputs : Inputs {  // the members initialise, and so read the stack, 
   const TensorHandle scale_rows = optional_tensor();
   const double softcap = number();
   const TensorHandle sink = optional_tensor();
+  const double dropout = number();
+  const int64_t seed = integer();
   const int64_t left = integer(), right = integer(), offset = integer();
   const TensorHandle offsets = optional_tensor(), start = optional_tensor(), end = optional_tensor();
   const TensorHandle rows = optional_tensor();
@@ -261,6 +264,9 @@ struct CallInputs : Inputs {  // the members initialise, and so read the stack, 
     // A cap too small for float32 must not become 0, which is none.
     a.softcap = softcap > 0 ? std::fmax(static_cast<float>(softcap), std::numeric_limits<float>::min()) : 0.0f;
     a.sink = list<float>(sink, "sink", t.f32, a.H);
+    if (!(dropout >= 0 && dropout < 1)) fail("dropout must lie in [0, 1), got " + std::to_string(dropout));
+    a.kept_factor = dropout > 0 ? static_cast<float>(1.0 / (1.0 - dropout)) : 0.0f;
+    a.drop_below = static_cast<uint32_t>(dropout * 4294967296.0), a.seed = static_cast<uint64_t>(seed);
     read_bias(a, bias0, "bias0");
     read_bias(a, bias1, "bias1");
     read_table(a, table);
@@ -270,7 +276,8 @@ struct CallInputs : Inputs {  // the members initialise, and so read the stack, 
   }
 };
 
-constexpr const char* kForward = "forward(" POISE_CALL ", bool stats, bool save, bool bshd) -> (Tensor, Tensor, Tensor)";
+constexpr const char* kForward =
+    "forward(" POISE_CALL ", bool stats, bool save, bool bshd) -> (Tensor, Tensor, Tensor)";
 
 struct ForwardInputs : CallInputs {
   using CallInputs::CallInputs;
@@ -292,7 +299,15 @@ void forward_kernel(Value* stack, uint64_t, uint64_t) {
 }
 
 // Which gradients a backward call is to compute; the others come back empty.
-enum Wanted : int64_t { kWantQ = 1, kWantK = 2, kWantV = 4, kWantTable = 8, kWantSlopes = 16, kWantScale = 32, kWantSink = 64 };
+enum Wanted : int64_t {
+  kWantQ = 1,
+  kWantK = 2,
+  kWantV = 4,
+  kWantTable = 8,
+  kWantSlopes = 16,
+  kWantScale = 32,
+  kWantSink = 64
+};
 
 constexpr const char* kBackward =
     "backward(Tensor d_out, Tensor out, Tensor saved, Tensor? stats, Tensor? d_stats, " POISE_CALL

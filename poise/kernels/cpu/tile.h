@@ -124,8 +124,8 @@ struct Contribution {
 };
 
 template <class Cells, int N>
-POISE_INLINE void add_product_columns(const Contribution* groups, int count, int keys, ptrdiff_t row, ptrdiff_t value_row,
-                                      float* sums, ptrdiff_t wide, int d) {
+POISE_INLINE void add_product_columns(const Contribution* groups, int count, int keys, ptrdiff_t row,
+                                      ptrdiff_t value_row, float* sums, ptrdiff_t wide, int d) {
   for (int k = 0; k < keys; k += kTileRows) {
     vf sum[kTileRows][N];
     clear(sum);

@@ -40,6 +40,7 @@ constexpr int W = 4, kTileRows = 4, kGroupVecs = 2;
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef float vf_unaligned __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint64_t vw __attribute__((vector_size(W * 4)));  // W / 2 wide lanes
 
 // Whether a * b + c is rounded once, which the raw mode of softmax.h counts on.
 #if defined(__FMA__) || defined(__aarch64__)
@@ -161,6 +162,33 @@ class FlushTiny {
   uint64_t before_;
 #endif
 };
+
+// The 64-bit products of the low halves of wide lanes.
+POISE_INLINE vw multiply_low(vw a, vw b) {
+#if defined(__AVX512F__)
+  return (vw)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (vw)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(__x86_64__)
+  return (vw)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#elif defined(__aarch64__)
+  return (vw)vmull_u32(vmovn_u64((uint64x2_t)a), vmovn_u64((uint64x2_t)b));
+#else
+  return (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}
+
+// Bit 2 c = whether the low half of wide lane c is at least `least`.
+POISE_INLINE uint32_t low_halves_reach(vw x, uint32_t least) {
+#if defined(__AVX512F__)
+  return _mm512_cmpge_epu32_mask((__m512i)x, _mm512_set1_epi32((int)least)) & 0x5555u;
+#else
+  const vw reached = (x & 0xffffffffu) >= (vw{} + least);
+  uint32_t bits = 0;
+  for (int c = 0; c < W / 2; ++c) bits |= (uint32_t)(reached[c] & 1) << (2 * c);
+  return bits;
+#endif
+}
 
 // Bit c = whether byte c of 64 is not zero.
 POISE_INLINE uint64_t nonzero_bytes(const uint8_t* p) {
@@ -441,6 +469,12 @@ struct Bf16Cells {
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
     _mm512_storeu_si512(p, _mm512_permutexvar_epi16(order, both));
+  }
+  // Clears what is not kept of such cells: a bit per lane for each half.
+  static POISE_INLINE void keep_pair(void* p, uint64_t low, uint64_t high) {
+    const __m512i kept = _mm512_or_si512(_mm512_maskz_set1_epi32((__mmask16)low, 0x0000ffff),
+                                         _mm512_maskz_set1_epi32((__mmask16)high, (int)0xffff0000));
+    _mm512_storeu_si512(p, _mm512_and_si512(_mm512_loadu_si512(p), kept));
   }
 };
 // The roundings of two lane vectors, one after the other.
