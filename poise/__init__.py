@@ -1,6 +1,7 @@
 """Exact attention that shows its scores: the public names, nothing else."""
 
 from poise.explanation import Explanation, explain
+from poise.kvview import KVView
 from poise.mask import (
     Mask,
     blocks,
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Bias",
     "Explanation",
+    "KVView",
     "Mask",
     "ScoreStats",
     "ScoreSummary",

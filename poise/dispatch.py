@@ -139,6 +139,9 @@ def run(problem: Problem, impl: Impl | None, stats: bool, layout: str) -> tuple[
     """Output [B, H, N, Dv], as a transposed view of [B, N, H, Dv] for layout "bshd", and packed statistics."""
     chosen = choose(problem, impl).impl
     bshd = layout == "bshd"
+    if problem.view is not None and not (chosen == "cpu" and ops.reads_in_place(problem)):
+        out, packed = run(problem.dense(), chosen, stats, layout)
+        return out.to(problem.q.dtype), packed
     if chosen == "cpu":
         if _grad_enabled() and any(tensor.requires_grad for _, tensor in problem.differentiable()):
             return training.run(problem, lowered(replace(problem, bias=())), stats, bshd)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from poise.dispatch import Impl, choose, lowered
 from poise.kernels import ops
+from poise.kvview import KVView
 from poise.plan import visible_area
 from poise.problem import BiasLike, Layout, MaskLike, OffsetLike, ScaleLike, check_dropout, prepare
 
@@ -27,6 +28,7 @@ class Explanation:
     device: str
     plan: str | None  # the mask and bias as the native kernels would read them; None where these can't run at all
     visible: int | None  # query-key pairs this plan does not skip, over all batch elements and heads
+    cache: str | None = None  # how keys and values lie in a cache, and whether they are read there
 
     @property
     def pairs(self) -> int:
@@ -41,6 +43,8 @@ class Explanation:
             f"because  {self.why}",
             f"sizes    {sizes}  {self.dtype} on {self.device}",
         ]
+        if self.cache is not None:
+            lines.append(f"cache    {self.cache}")
         if self.plan is not None and self.visible is not None:
             share = self.visible / max(self.pairs, 1)
             lines += [f"plan     {self.plan}", f"visible  {share:.1%} of {self.pairs:,} query-key pairs"]
@@ -49,8 +53,8 @@ class Explanation:
 
 def explain(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | KVView,
+    v: Tensor | None = None,
     *,
     mask: MaskLike | None = None,
     bias: BiasLike | None = None,
@@ -77,7 +81,12 @@ def explain(
     # Plans are for kernels that read a CPU's memory.
     plan = lowered(problem) if problem.q.device.type == "cpu" else None
     batch, heads, queries, keys = problem.shape
+    cache = None
+    if isinstance(k, KVView):
+        in_place = problem.view is None or (choice.impl == "cpu" and ops.reads_in_place(problem))
+        cache = f"{k.describe()}, " + ("read in place" if in_place else "gathered into ordinary tensors first")
     return Explanation(
+        cache=cache,
         impl=choice.impl,
         why=choice.why,
         isa=ops.isa() if choice.impl == "cpu" else None,

@@ -2,7 +2,7 @@
 
 No arithmetic here. A call that is plain data already (a band or no mask, no bias, cap, sink, dropout or gradient) goes
 straight to the native op, which checks what it reads; every other, and whatever that op refuses, is validated
-(problem.py) and run by the implementation that dispatch.py chooses.
+(problem.py) and run by the implementation that dispatch.py chooses. Keys and values may lie in a cache (kvview.py).
 
 Letters: B batch, H query heads, G key/value heads, N queries, M keys, Dk and Dv head dims.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from poise import reference
 from poise.dispatch import EVERYTHING, Impl, attend, attend_observed, band_of, is_plain, run
 from poise.kernels import blockwise
+from poise.kvview import KVView
 from poise.problem import BiasLike, Layout, MaskLike, OffsetLike, Problem, ScaleLike, prepare
 from poise.stats import ScoreStats
 
@@ -29,8 +31,8 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 def attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | KVView,
+    v: Tensor | None = None,
     *,
     mask: MaskLike | None = None,
     bias: BiasLike | None = None,
@@ -49,7 +51,8 @@ def attention(
 
     q, k, v: [B, H, N, Dk], [B, G, M, Dk], [B, G, M, Dv] with H a multiple of G (query head h reads key/value head
         h // (H // G)); [H, N, D] and [N, D] are accepted too. float32, bfloat16, float16 or float64. No copy is made
-        of strided tensors whose last dim is contiguous.
+        of strided tensors whose last dim is contiguous. k may be a cache's view (`cache.view(layer)`, a `KVView`), v
+        is then left out: B sequences of different lengths, in any of the cache's dtypes; no gradients.
     mask: who may attend to whom: `causal()`, `window(...)`, ... joined by `&`, `|`, `~`, or a bool tensor that
         broadcasts to [B, H, N, M], True = may attend. Only masks let work be skipped.
     bias: added to the scores: a tensor that broadcasts to [B, H, N, M], `alibi(...)`, `relative(...)`, or a sum.
@@ -58,8 +61,8 @@ def attention(
     sink: a logit per query head [H], neither scaled nor capped, that takes probability and has no value.
     dropout: the probability to drop a weight; the seed comes from torch's CPU generator, once per call.
     q_offset: key position of the first query: an int, a tensor [B], "start" (0) or "end" (M - N). Needed when N != M
-        and the mask or bias depends on positions.
-    layout: "bhsd", or "bshd" for tensors [B, N, H, D], the output included; never a copy.
+        and the mask or bias depends on positions. With a view the default is "end", for each sequence its own.
+    layout: "bhsd", or "bshd" for tensors [B, N, H, D], the output included; never a copy. A view is as it is.
     impl: "cpu" (native kernels), "blockwise" (torch ops, any device) or "reference" (dense). What is asked for runs
         or raises; None takes the best that can, and `explain` tells which.
 
@@ -69,6 +72,8 @@ def attention(
     >>> poise.attention(q, k, v, mask=poise.causal()).shape
     torch.Size([1, 8, 128, 64])
     """
+    keys: Any
+    values: Any
     try:
         if (
             attend is not None
@@ -79,12 +84,13 @@ def attention(
             and (scale is None or (type(scale) is float and -_LARGEST <= scale <= _LARGEST))
             and (impl is None or impl == "cpu")
         ):
-            band = EVERYTHING if mask is None and q_offset is None else band_of(mask, q_offset, q, k, layout)
-            if band is not None and is_plain(q, k, v):
+            keys, values, at = (k, v, q_offset) if type(k) is not KVView else _opened(k, v, q_offset, layout)
+            band = EVERYTHING if mask is None and q_offset is None else band_of(mask, at, q, keys, layout)
+            if band is not None and is_plain(q, keys, values):
                 if layout == "bhsd":
-                    return attend(q, k, v, scale, *band, False)
+                    return attend(q, keys, values, scale, *band, False)
                 if layout == "bshd":
-                    return attend(*_swapped(q, k, v), scale, *band, True).transpose(1, 2)
+                    return attend(*_swapped(q, keys, values), scale, *band, True).transpose(1, 2)
     except _REFUSALS:
         pass
     problem = prepare(
@@ -106,8 +112,8 @@ def attention(
 
 def observe(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | KVView,
+    v: Tensor | None = None,
     *,
     mask: MaskLike | None = None,
     bias: BiasLike | None = None,
@@ -133,6 +139,8 @@ def observe(
     >>> stats.entropy.shape
     torch.Size([1, 8, 128])
     """
+    keys: Any
+    values: Any
     try:
         if (
             attend_observed is not None
@@ -144,13 +152,14 @@ def observe(
             and (impl is None or impl == "cpu")
             and sink_keys == _FIRST_KEY
         ):
-            band = EVERYTHING if mask is None and q_offset is None else band_of(mask, q_offset, q, k, layout)
-            if band is not None and is_plain(q, k, v):
+            keys, values, at = (k, v, q_offset) if type(k) is not KVView else _opened(k, v, q_offset, layout)
+            band = EVERYTHING if mask is None and q_offset is None else band_of(mask, at, q, keys, layout)
+            if band is not None and is_plain(q, keys, values):
                 if layout == "bhsd":
-                    out, packed = attend_observed(q, k, v, scale, *band, False)
+                    out, packed = attend_observed(q, keys, values, scale, *band, False)
                     return out, ScoreStats(packed, None, _FIRST_KEY)
                 if layout == "bshd":
-                    out, packed = attend_observed(*_swapped(q, k, v), scale, *band, True)
+                    out, packed = attend_observed(*_swapped(q, keys, values), scale, *band, True)
                     return out.transpose(1, 2), ScoreStats(packed, None, _FIRST_KEY, "bshd")
     except _REFUSALS:
         pass
@@ -176,7 +185,7 @@ def observe(
 
 def scores(
     q: Tensor,
-    k: Tensor,
+    k: Tensor | KVView,
     *,
     rows: slice = slice(None),
     keys: slice = slice(None),
@@ -205,8 +214,16 @@ def scores(
     if stage not in reference.STAGES:
         raise ValueError(f"stage must be one of {', '.join(map(repr, reference.STAGES))}; got {stage!r}")
     problem = prepare(
-        q, k, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink, q_offset=q_offset, layout=layout
-    )
+        q,
+        *_keys_alone(k),
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+        q_offset=q_offset,
+        layout=layout,
+    ).dense()
     if lse is not None:
         if stage != "prob":
             raise ValueError(f'lse normalises stage="prob"; got stage={stage!r}. Leave lse out')
@@ -219,7 +236,7 @@ def scores(
 
 def received(
     q: Tensor,
-    k: Tensor,
+    k: Tensor | KVView,
     lse: Tensor,
     *,
     mask: MaskLike | None = None,
@@ -238,13 +255,27 @@ def received(
     >>> out, stats = poise.observe(q, k, v, mask=poise.causal())
     >>> poise.received(q, k, stats.lse, mask=poise.causal()).sum(-1)  # N for every head
     """
-    problem = prepare(q, k, k, mask=mask, bias=bias, scale=scale, softcap=softcap, q_offset=q_offset, layout=layout)
+    problem = prepare(
+        q, *_keys_alone(k), mask=mask, bias=bias, scale=scale, softcap=softcap, q_offset=q_offset, layout=layout
+    ).dense()
     return blockwise.received(problem, _check_lse(lse, problem, q.dim()))[(0,) * (4 - q.dim())]
+
+
+def _opened(view: KVView, v: object, q_offset: object, layout: str) -> tuple[Any, Any, object]:
+    """A view's keys, values and default offset; refused where these do not say everything."""
+    if v is not None or not view.plain or layout != "bhsd":
+        raise ValueError
+    return view.k, view.v, "end" if q_offset is None else q_offset
 
 
 def _swapped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[B, H, N, D] views of [B, N, H, D] tensors."""
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _keys_alone(k: Tensor | KVView) -> tuple[Tensor | KVView, Tensor | None]:
+    """k and v for a call that reads no values."""
+    return (k, None) if isinstance(k, KVView) else (k, k)
 
 
 def _as_given(out: Tensor, rank: int, layout: Layout) -> Tensor:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from poise.dropout import draw_seed
-from poise.mask import Lowered, Mask, keep
+from poise.kvview import FLOATS, KVView
+from poise.mask import Lowered, Mask, keep, lengths
 from poise.score import Alibi, Bias, Dense, Relative, terms
 
 MaskLike: TypeAlias = Mask | Tensor
@@ -28,7 +29,6 @@ OffsetLike: TypeAlias = int | Tensor | Literal["start", "end"]
 Layout: TypeAlias = Literal["bhsd", "bshd"]
 
 LAYOUTS = ("bhsd", "bshd")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Positions reach kernels as 32-bit numbers.
 MAX_OFFSET = 2**31 - 1
 
@@ -49,12 +49,23 @@ class Problem:
     seed: int  # 64 bits, unsigned; 0 without dropout
     offset: int | Tensor  # int, or int64 [B]: query i stands at key position i + offset
     sink_keys: tuple[int, ...]  # sorted, unique, 0 <= key < M
+    # Set where k and v are a cache's storage that ordinary tensors can't say everything about: pages, int8 with scales,
+    # or another dtype than q's. Its lengths are part of the mask. Never with gradients.
+    view: KVView | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, N, M)."""
         batch, heads, queries, _ = self.q.shape
-        return batch, heads, queries, self.k.shape[2]
+        return batch, heads, queries, self.k.shape[2] if self.view is None else self.view.keys
+
+    def dense(self) -> Problem:
+        """The same call for implementations that read ordinary tensors: k, v gathered, all in the widest dtype."""
+        if self.view is None:
+            return self
+        dtype = torch.promote_types(self.q.dtype, self.view.dtype)
+        k, v = self.view.dense(dtype)
+        return replace(self, q=self.q.to(dtype), k=k, v=v, view=None)
 
     def differentiable(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor a gradient may flow to, with the name of the argument it came in by."""
@@ -76,8 +87,8 @@ class Problem:
 
 def prepare(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | KVView,
+    v: Tensor | None = None,
     *,
     mask: MaskLike | None = None,
     bias: BiasLike | None = None,
@@ -90,12 +101,25 @@ def prepare(
     sink_keys: Iterable[int] = (),
 ) -> Problem:
     """Validate one call and bring it to normal form; raises TypeError or ValueError naming the argument."""
-    q, k, v = _check_tensors(q, k, v, layout)
+    view: KVView | None
+    if isinstance(k, KVView):
+        q, view = _check_view(q, k, v, layout)
+        k, v = view.k, view.v
+    else:
+        view = None
+        q, k, v = _check_tensors(q, k, v, layout)
     batch, heads, queries, dim = q.shape
-    shape = (batch, heads, queries, k.shape[2])  # B, H, N, M
+    shape = (batch, heads, queries, k.shape[2] if view is None else view.keys)  # B, H, N, M
     checked_mask = _check_mask(mask, shape, q.device)
     checked_bias = _check_bias(bias, shape, q)
-    return Problem(
+    by_default = q_offset is None and not isinstance(checked_mask, Lowered)
+    if view is not None and (by_default or (isinstance(q_offset, str) and q_offset == "end")):
+        q_offset = "end" if view.even else view.lengths.long() - queries
+    offset = _check_offset(q_offset, shape, q.device, checked_mask, checked_bias)
+    if view is not None and not view.even:
+        present = lengths(view.lengths)
+        checked_mask = present if checked_mask is None else checked_mask & present
+    problem = Problem(
         q=q,
         k=k,
         v=v,
@@ -105,37 +129,69 @@ def prepare(
         softcap=_check_softcap(softcap),
         sink=_check_sink(sink, heads, q),
         dropout=check_dropout(dropout),
-        offset=_check_offset(q_offset, shape, q.device, checked_mask, checked_bias),
+        offset=offset,
         sink_keys=_check_sink_keys(sink_keys, shape[3]),
-        seed=draw_seed() if dropout else 0,  # last: a call that raises must not advance the generator
+        seed=0,
+        view=view if view is not None and (view.pages is not None or view.k.dtype != q.dtype) else None,
     )
+    if view is not None and torch.is_grad_enabled():
+        for name, tensor in problem.differentiable():
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"{name} requires a gradient, and none passes through a cache: call under torch.no_grad(), or pass "
+                    "tensors k and v for training"
+                )
+    # Last: a call that raises must not advance the generator.
+    return replace(problem, seed=draw_seed()) if problem.dropout else problem
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as [B, H|G, N|M, D] views."""
+def _check_view(q: Tensor, view: KVView, v: Tensor | None, layout: str) -> tuple[Tensor, KVView]:
+    """q as a [B, H, N, D] view, and the cache's view without unfilled places."""
+    if v is not None:
+        raise TypeError(f"v must be left out where k is a KVView, which has the values; got {type(v).__name__}")
+    _check_layout(layout)
+    _check_tensor("q", q, layout)
+    q = _four_dims(q, layout)
+    view.check(q)
+    return q, view.trimmed()
+
+
+def _check_layout(layout: str) -> None:
     if layout not in LAYOUTS:
         raise ValueError(
             "layout must be 'bhsd' (batch, heads, sequence, dim) or 'bshd' (batch, sequence, heads, dim); "
             f"got {layout!r}"
         )
+
+
+def _check_tensor(name: str, tensor: object, layout: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise TypeError(
+            f"{name} must be an ordinary dense tensor; got a {kind} one. "
+            "Pad it and pass mask=poise.lengths(...), or pack it and pass mask=poise.documents(...)"
+        )
+    if not 2 <= tensor.dim() <= 4:
+        raise ValueError(
+            f"{name} must have 2 to 4 dims, {_expected(layout)} (batch, or batch and heads, may be left out); "
+            f"got {_dims(tensor)}"
+        )
+    if name == "q" and tensor.dtype not in FLOATS:
+        raise TypeError(
+            f"q must be float32, bfloat16, float16 or float64; got {_name(tensor.dtype)}. Convert q, k and v"
+        )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor | None, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as [B, H|G, N|M, D] views."""
+    _check_layout(layout)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            kind = "nested" if tensor.is_nested else tensor.layout
-            raise TypeError(
-                f"{name} must be an ordinary dense tensor; got a {kind} one. "
-                "Pad it and pass mask=poise.lengths(...), or pack it and pass mask=poise.documents(...)"
-            )
-        if not 2 <= tensor.dim() <= 4:
-            raise ValueError(
-                f"{name} must have 2 to 4 dims, {_expected(layout)} (batch, or batch and heads, may be left out); "
-                f"got {_dims(tensor)}"
-            )
+        _check_tensor(name, tensor, layout)
+    assert v is not None
     if not q.dim() == k.dim() == v.dim():
         raise ValueError(f"q, k and v must have the same number of dims; got {_three(q, k, v)}")
-    if q.dtype not in DTYPES:
-        raise TypeError(f"q must be float32, bfloat16, float16 or float64; got {_name(q.dtype)}. Convert q, k and v")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"q, k and v must have one dtype; got q {_name(q.dtype)}, k {_name(k.dtype)}, v {_name(v.dtype)}. "

@@ -17,7 +17,7 @@ PACKAGE = Path(poise.__file__).parent
 # From the bottom up. A module imports only from lower rows, or from its own folder. Hence reference and kernels, which
 # share a row, never import each other.
 ROWS = (
-    ("algebra", "summary", "dropout"),
+    ("algebra", "summary", "dropout", "kvview"),
     ("mask",),
     ("score", "stats"),
     ("problem", "lowering"),

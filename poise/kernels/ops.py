@@ -45,6 +45,11 @@ def isa() -> str:
     return cast(bytes, name).decode()
 
 
+def reads_in_place(problem: Problem) -> bool:
+    """Whether the kernels read this cache's view where it lies; others must be gathered first (Problem.dense)."""
+    return problem.view is None
+
+
 def run(problem: Problem, plan: Plan, stats: bool, bshd: bool = False) -> tuple[Tensor, Tensor | None]:
     """The output [B, H, N, Dv] in q's dtype, and the packed statistics [11, B, H, N] or None.
 
