@@ -27,6 +27,7 @@ ROWS = (
     ("op", "explanation"),
     ("sdpa",),
     ("__init__",),
+    ("nn",),
 )
 ROW = {name: height for height, row in enumerate(ROWS) for name in row}
 
