@@ -58,6 +58,10 @@ def _tiles(runs: list[list[int]], patterns: int = 0, ptr: list[int] | None = Non
     }
 
 
+def _int8(**scales: Tensor) -> dict[str, Tensor]:
+    return {name: torch.zeros(B, G, M, D, dtype=torch.int8) for name in ("k", "v")} | scales
+
+
 def test_the_isa_is_one_this_machine_has() -> None:
     assert ops.isa() in testing.isas()
 
@@ -65,7 +69,7 @@ def test_the_isa_is_one_this_machine_has() -> None:
 WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "rank of q": (lambda: {"q": torch.zeros(H, N, D)}, "q must have 4 dims; got float32 [4, 5, 8]"),
     "dtype of q": (lambda: {"q": torch.zeros(B, H, N, D, dtype=torch.float64)}, "q must be float32"),
-    "dtype of k": (lambda: {"k": torch.zeros(B, G, M, D).half()}, "k must have q's dtype, float32; got float16"),
+    "dtype of k": (lambda: {"k": torch.zeros(B, G, M, D).half()}, "v must have k's dtype, float16; got float32"),
     "batch of k": (lambda: {"k": torch.zeros(1, G, M, D)}, "k must have size 2 in dim 0"),
     "head dim of k": (lambda: {"k": torch.zeros(B, G, M, D + 1)}, "k must have size 8 in dim 3"),
     "length of v": (lambda: {"v": torch.zeros(B, G, M + 1, D)}, "v must have size 70 in dim 2"),
@@ -103,6 +107,24 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "runs unordered": (lambda: _tiles([[1, 1, -1], [0, 1, -1]]), "ascending order"),
     "no such pattern": (lambda: _tiles([[0, 1, 1]], patterns=1), "1 patterns"),
     "long patterned run": (lambda: _tiles([[0, 2, 0]], patterns=1), "patterned runs one tile long"),
+    "too many keys": (lambda: {"keys": M + 1}, "keys must be at most the 70 that k has room for, got 71"),
+    "pages' dtype": (lambda: {"pages": torch.zeros(B, 1), "keys": 1}, "pages must be int32"),
+    "pages' batch": (lambda: {"pages": _int32([0]), "keys": 1}, "pages must have size 2 in dim 0"),
+    "pages without keys": (
+        lambda: {"pages": _int32([0], [1])},
+        "keys, the length of the longest sequence, must be given",
+    ),
+    "keys beyond pages": (lambda: {"pages": _int32([0], [1]), "keys": M + 1}, "keys must be at most the 70"),
+    "no such page": (lambda: {"pages": _int32([0], [2]), "keys": M}, "pages[1, 0] must name one of k's 2 pages"),
+    "negative page": (
+        lambda: {"pages": _int32([0, 1], [1, -1]), "keys": M + 1, "end": _int32(M, M + 1)},
+        "pages[1, 1] must name one of k's 2 pages, for sequence 1 has 71 keys; got -1",
+    ),
+    "int8 without factors": (lambda: _int8(), "k_scale must be given with int8 k"),
+    "factors of other keys": (lambda: _int8(k_scale=torch.zeros(B, G, M - 1)), "k_scale must have size 70 in dim 2"),
+    "factors' dtype": (lambda: _int8(k_scale=torch.zeros(B, G, M).half()), "k_scale must be float32"),
+    "factors of floats": (lambda: {"v_scale": torch.zeros(B, G, M)}, "k_scale and v_scale belong to int8"),
+    "dtype of a cache": (lambda: {"k": torch.zeros(B, G, M, D).int()}, "k must be float32, bfloat16, float16 or int8"),
 }
 
 
@@ -118,6 +140,20 @@ def test_attend_refuses_other_ranks() -> None:
     q, k, v = _qkv()
     with pytest.raises(RuntimeError, match="q must have 4 dims"):
         ops.attend(q[0], k[0], v[0], None, U, U, 0, False)
+
+
+def test_attend_refuses_keys_of_another_dtype() -> None:
+    q, k, v = _qkv()
+    with pytest.raises(RuntimeError, match="k must have q's dtype, float32; got float16"):
+        ops.attend(q, k.half(), v.half(), None, U, U, 0, False)
+
+
+def test_there_are_no_gradients_of_a_cache() -> None:
+    q, k, v = _qkv()
+    out, _, saved = _forward(q=q, k=k, v=v, stats=False, save=True)
+    call = (q, k, v, 0.3, None, 0.0, None, 0.0, 0, U, U, 0, *(None,) * 17, M - 1, 7)
+    with pytest.raises(RuntimeError, match="gradients of a cache"):
+        torch.ops.poise.backward.default(torch.ones_like(out), out, saved, None, None, *call)
 
 
 def test_a_refused_call_frees_its_inputs() -> None:
@@ -158,7 +194,7 @@ def test_attend_and_forward_agree_to_the_bit() -> None:
 @pytest.mark.parametrize("bshd", [False, True])
 def test_torch_finds_no_fault_in_the_operators(dtype: torch.dtype, bshd: bool) -> None:
     q, k, v = _qkv(dtype)
-    nothing = (None,) * 14
+    nothing = (None,) * 18
     call = (q, k, v, 0.3, None, 0.0, None, 0.0, 0, U, U, 0, *nothing)
     for stats in (False, True):
         torch.library.opcheck(torch.ops.poise.forward.default, (*call, stats, True, bshd))

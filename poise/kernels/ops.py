@@ -96,6 +96,7 @@ def arguments(problem: Problem, plan: Plan, stats: bool) -> tuple[Any, ...]:
         _float32(plan.table),
         _float32(plan.slopes),
         sink_keys,
+        *(None,) * 4,  # pages, k_scale, v_scale, keys: a cache's
     )
 
 

@@ -43,7 +43,7 @@ NAMES = (
         "table",
         "slopes",
     ),
-    "sink_keys",
+    *("sink_keys", "pages", "k_scale", "v_scale", "keys"),
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, torch.int64: 4, torch.bool: 5}

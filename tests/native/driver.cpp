@@ -93,7 +93,7 @@ Rows rows_of(const Array& a) { return {a.bytes.get(), a.strides[0], a.strides[1]
 ForwardArgs arguments(const Case& c) {
   ForwardArgs a{};
   const Array &q = c.at("q"), &k = c.at("k"), &v = c.at("v");
-  a.dtype = static_cast<Dtype>(q.type);
+  a.dtype = a.kv_dtype = static_cast<Dtype>(q.type);
   a.B = q.sizes[0], a.H = q.sizes[1], a.N = q.sizes[2], a.Dk = q.sizes[3];
   a.G = k.sizes[1], a.M = k.sizes[2], a.Dv = v.sizes[3];
   a.q = rows_of(q), a.k = rows_of(k), a.v = rows_of(v);

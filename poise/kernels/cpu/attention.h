@@ -6,6 +6,7 @@
 #pragma once
 #include "dropout.h"
 #include "exact.h"
+#include "keys.h"
 #include "scores.h"
 
 namespace poise {
@@ -25,12 +26,13 @@ struct Scratch {
   State* state;  // [kGroups]
   float *scores, *strip;
   char *k, *v, *half;
-  uint8_t* ready;  // per tile of keys: whether v, which then holds the whole head, has it
+  char *k_pages, *v_pages;  // a segment's rows out of their pages
+  uint8_t* ready;           // per tile of keys: whether v, which then holds the whole head, has it
 
   // Interleaving values by pairs of keys is worth keeping for the head's other blocks, while it stays small.
   template <class Cells>
   static bool keeps_values(const ForwardArgs& args) {
-    return Cells::kPair == 2 && args.M * rounded_up(args.Dv, 8) <= (int64_t(1) << 21);
+    return Cells::kPair == 2 && !args.pages && args.M * rounded_up(args.Dv, 8) <= (int64_t(1) << 21);
   }
 
   template <class Cells>
@@ -52,6 +54,9 @@ struct Scratch {
     s.v = take(4 * v_rows * rounded_up(args.Dv, 8));
     s.ready = (uint8_t*)take((size_t)args.M / kTile + 1);
     s.half = take(4 * (size_t)rounded_up(args.Dv, 8));
+    const size_t gathered = args.pages ? kSegment * (size_t)size_of(args.kv_dtype) : 0;
+    s.k_pages = take(gathered * args.Dk);
+    s.v_pages = take(gathered * args.Dv);
     if (out) *out = s;
     return used;
   }
@@ -72,8 +77,9 @@ struct Forward {
   int vecs[kGroups];      // lane vectors in use, per group
   bool touched[kGroups];  // whether ot holds anything yet
   float scale[kTile];     // per query, positive: a negative scale's sign is packed into the query
-  const char *k, *v;      // the head's first key and value
-  int k_cells, v_dims;    // contraction length of scores; dims of O^T, padded
+  int64_t kv_head;
+  const char *k, *v;    // the head's first key and value; null where they lie in pages
+  int k_cells, v_dims;  // contraction length of scores; dims of O^T, padded
   bool copy_k, copy_v, keep_v;
 
   Forward(const ForwardArgs& a, char* memory) : args(a) {
@@ -82,17 +88,17 @@ struct Forward {
     keep_v = Scratch::keeps_values<Cells>(a);
     v_dims = (int)rounded_up(a.Dv, 8);
     k_cells = (int)(a.Dk + Cells::kPair - 1) / Cells::kPair;
-    copy_k = Cells::kPair == 2 ? a.Dk % 2 != 0 : a.dtype != Dtype::f32;
-    copy_v = Cells::kPair == 2 || a.dtype != Dtype::f32 || a.Dv % 8 != 0;
+    copy_k = Cells::kPair == 2 ? a.Dk % 2 != 0 : a.kv_dtype != Dtype::f32;
+    copy_v = Cells::kPair == 2 || a.kv_dtype != Dtype::f32 || a.Dv % 8 != 0;
   }
 
   int groups() const { return (block.queries + kLanes - 1) / kLanes; }
 
   void begin(int64_t b, int64_t h, int64_t first) {
     block = make_block(args, b, h, first);
-    const int64_t kv_head = h / (args.H / args.G);
-    k = row_at(args.k, args.dtype, b, kv_head, 0);
-    const char* values = row_at(args.v, args.dtype, b, kv_head, 0);
+    kv_head = h / (args.H / args.G);
+    k = args.pages ? nullptr : row_at(args.k, args.kv_dtype, b, kv_head, 0);
+    const char* values = args.pages ? nullptr : row_at(args.v, args.kv_dtype, b, kv_head, 0);
     if (keep_v && values != v) memset(scratch.ready, 0, args.M / kTile + 1);
     v = values;
     float sign[kTile];
@@ -129,9 +135,10 @@ struct Forward {
       uint64_t words[kSegment];
       const bool partial = visible_words(args, block, segment, words);
       if (FINAL && (args.table || args.slopes)) fill_strip(args, block, segment, scratch.strip);
-      const int64_t width = size_of(args.dtype);
-      const char *k_rows = k + segment.key * args.k.n * width, *v_rows = v + segment.key * args.v.n * width;
+      const int64_t width = size_of(args.kv_dtype);
       int64_t k_row = args.k.n * width, v_row = args.v.n * width;
+      const char* k_rows = args.pages ? nullptr : k + segment.key * k_row;
+      const char* v_rows = args.pages ? nullptr : v + segment.key * v_row;
       bool copied = false;
       for (int g = 0; g < groups(); ++g) {
         int begin = 0, end = segment.keys;
@@ -196,13 +203,23 @@ struct Forward {
   // Storage the micro-kernels cannot read in place goes to scratch; the pointers follow.
   void copy_rows(const Segment& segment, const char*& k_rows, int64_t& k_row, const char*& v_rows, int64_t& v_row) {
     const int keys = segment.keys, k_dims = (int)args.Dk, dims = (int)args.Dv;
+    if (args.pages) {
+      gather_rows(args, args.k, block.b, kv_head, segment.key, keys, k_dims, scratch.k_pages);
+      gather_rows(args, args.v, block.b, kv_head, segment.key, keys, dims, scratch.v_pages);
+      k_rows = scratch.k_pages, k_row = k_dims * size_of(args.kv_dtype);
+      v_rows = scratch.v_pages, v_row = dims * size_of(args.kv_dtype);
+    }
     if (copy_k) {
 #if defined(__AVX512BF16__)
       if constexpr (Cells::kPair == 2)
         pad_rows(k_rows, k_row, keys, k_dims, 2 * k_cells, scratch.k);
       else
 #endif
-        widen_rows(k_rows, k_row, args.dtype, keys, k_dims, k_dims, (float*)scratch.k);
+      {
+        widen_rows(k_rows, k_row, args.kv_dtype, keys, k_dims, k_dims, (float*)scratch.k);
+        if (args.k_scale.data)
+          scale_rows(args, args.k_scale, block.b, kv_head, segment.key, keys, k_dims, k_dims, (float*)scratch.k);
+      }
       k_rows = scratch.k;
       k_row = 4 * k_cells;
     }
@@ -223,7 +240,11 @@ struct Forward {
       }
     } else
 #endif
-      widen_rows(v_rows, v_row, args.dtype, keys, dims, v_dims, (float*)scratch.v);
+    {
+      widen_rows(v_rows, v_row, args.kv_dtype, keys, dims, v_dims, (float*)scratch.v);
+      if (args.v_scale.data)
+        scale_rows(args, args.v_scale, block.b, kv_head, segment.key, keys, dims, v_dims, (float*)scratch.v);
+    }
     v_rows = to;
     v_row = 4 * v_dims;
   }

@@ -23,6 +23,7 @@ struct TorchTypes {
   int32_t f32 = aoti_torch_dtype_float32(), bf16 = aoti_torch_dtype_bfloat16(), f16 = aoti_torch_dtype_float16();
   int32_t f64 = aoti_torch_dtype_float64();  // only ever refused
   int32_t i32 = aoti_torch_dtype_int32(), i64 = aoti_torch_dtype_int64(), boolean = aoti_torch_dtype_bool();
+  int32_t i8 = aoti_torch_dtype_int8();
 };
 const TorchTypes torch_types;
 
@@ -35,6 +36,7 @@ const char* type_name(int32_t dtype) {
          : dtype == t.i32     ? "int32"
          : dtype == t.i64     ? "int64"
          : dtype == t.boolean ? "bool"
+         : dtype == t.i8      ? "int8"
                               : "another dtype";
 }
 
@@ -68,6 +70,13 @@ class Inputs {
     return value;
   }
   int64_t integer() { return static_cast<int64_t>(*next_++); }
+  int64_t optional_integer(int64_t otherwise) {
+    Value* slot = optional();
+    if (slot == nullptr) return otherwise;
+    const int64_t value = static_cast<int64_t>(*slot);
+    delete slot;
+    return value;
+  }
   bool flag() { return (*next_++ & 1) != 0; }
 
  private:

@@ -155,7 +155,8 @@ const char* forward(const ForwardArgs& args, const Threads& threads) {
   const Choice& chosen = choice();
   if (chosen.error) return chosen.error;
   if (args.B == 0 || args.H == 0 || args.N == 0) return nullptr;
-  (args.dtype == Dtype::bf16 ? chosen.isa.forward_bf16 : chosen.isa.forward)(args, threads);
+  const bool bf16 = args.dtype == Dtype::bf16 && args.kv_dtype == Dtype::bf16;
+  (bf16 ? chosen.isa.forward_bf16 : chosen.isa.forward)(args, threads);
   return nullptr;
 }
 

@@ -40,7 +40,7 @@ std::vector<Key> visible_keys(const ForwardArgs& args, const Block& block, int64
         keys.push_back({j, kNan, kNan});
         continue;
       }
-      read_row(args, args.k, kv_head, j, args.Dk, k.data(), block);
+      read_key(args, args.k, args.k_scale, kv_head, j, args.Dk, k.data(), block);
       const double logit = scale * dot(q.data(), k.data(), args.Dk), cap = args.softcap;
       const double score = (cap != 0.0 ? cap * std::tanh(logit / cap) : logit) + bias;
       lost = logit != logit;
@@ -89,7 +89,7 @@ void write_row(const ForwardArgs& args, const Block& block, int64_t i, bool outp
     std::vector<double> sums(args.Dv, lost ? kNan : 0.0);
     std::vector<float> v(args.Dv);
     for (size_t n_key = 0; n_key < keys.size() && !lost; ++n_key) {
-      read_row(args, args.v, kv_head, keys[n_key].index, args.Dv, v.data(), block);
+      read_key(args, args.v, args.v_scale, kv_head, keys[n_key].index, args.Dv, v.data(), block);
       double p = weight[n_key] / total;
       if (drops) p = kept(args, block.b * args.H + block.h, i, keys[n_key].index) ? p * args.kept_factor : 0.0;
       for (int64_t d = 0; d < args.Dv; ++d) sums[d] += p * v[d];

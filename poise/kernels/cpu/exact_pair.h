@@ -3,7 +3,7 @@
 #include <cmath>
 #include <limits>
 
-#include "tile.h"
+#include "keys.h"
 #include "visible.h"
 
 namespace poise {
@@ -14,6 +14,12 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 inline void read_row(const ForwardArgs& args, const Rows& rows, int64_t head, int64_t n, int64_t dims, float* to,
                      const Block& block) {
   widen_rows(row_at(rows, args.dtype, block.b, head, n), 0, args.dtype, 1, (int)dims, (int)dims, to);
+}
+
+inline void read_key(const ForwardArgs& args, const Rows& rows, const Scales& scales, int64_t head, int64_t j,
+                     int64_t dims, float* to, const Block& block) {
+  widen_rows(key_row(args, rows, block.b, head, j), 0, args.kv_dtype, 1, (int)dims, (int)dims, to);
+  if (scales.data) scale_rows(args, scales, block.b, head, j, 1, (int)dims, (int)dims, to);
 }
 
 inline double dot(const float* a, const float* b, int64_t dims) {

@@ -10,7 +10,7 @@
 
 namespace poise {
 
-enum class Dtype : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+enum class Dtype : int32_t { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };  // i8: only keys and values
 
 // One value per row each, packed [kFields, B, H, N]; the order is poise/stats.py's FIELDS. All without the sink.
 enum Field : int32_t {
@@ -44,6 +44,11 @@ struct Rows {  // q, k, v or out: the last dim is contiguous
   int64_t b, h, n;  // strides
 };
 
+struct Scales {  // a factor per key of int8 keys or values; keys of one head and page (or sequence) are contiguous
+  const float* data;
+  int64_t b, h;  // strides
+};
+
 struct DenseMask {  // bool, true = may attend; broadcast dims have stride 0
   const uint8_t* data;
   int64_t b, h, n, m;
@@ -56,9 +61,16 @@ struct DenseBias {
 };
 
 struct ForwardArgs {
-  Dtype dtype;
+  Dtype dtype;     // of q and out
+  Dtype kv_dtype;  // of k and v
   int64_t B, H, G, N, M, Dk, Dv;
-  Rows q, k, v, out;  // out is written
+  Rows q, k, v, out;        // out is written; k and v may be longer than M
+  Scales k_scale, v_scale;  // int8 k and v only, else null: what they hold is the integer times this
+
+  // Null, or: key j of sequence b is row j % page of page pages[b * pages_b + j / page], and b in k, v and their scales
+  // steps from page to page. Entries for keys at or beyond end[b] mean nothing.
+  const int32_t* pages;
+  int64_t pages_b, page;
 
   // Score: z = scale q.k, c = softcap tanh(z / softcap), s = c + bias
   float scale;              // used when scale_rows is null

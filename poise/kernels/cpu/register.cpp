@@ -30,22 +30,79 @@ Rows rows_of(const View& v) {
 
 constexpr int64_t kLongest = (int64_t(1) << 31) - 1 - kTile;  // positions and their tiles' ends fit 32 bits
 
-void read_inputs(ForwardArgs& a, const View& q, const View& k, const View& v) {
+// Sizes that q, k and v share, whatever holds the keys: `entries` sequences or pages.
+void read_rows_of_keys(ForwardArgs& a, const View& q, const View& k, const View& v, int64_t entries) {
   if (!float_type(q.dtype, &a.dtype)) q.refuse("must be float32, bfloat16 or float16");
-  if (k.dtype != q.dtype) k.refuse(std::string("must have q's dtype, ") + type_name(q.dtype));
-  if (v.dtype != q.dtype) v.refuse(std::string("must have q's dtype, ") + type_name(q.dtype));
   a.B = q.sizes[0], a.H = q.sizes[1], a.N = q.sizes[2], a.Dk = q.sizes[3];
   a.G = k.sizes[1], a.M = k.sizes[2], a.Dv = v.sizes[3];
-  k.expect_size(0, a.B);
+  k.expect_size(0, entries);
   k.expect_size(3, a.Dk);
-  v.expect_size(0, a.B);
+  v.expect_size(0, entries);
   v.expect_size(1, a.G);
-  v.expect_size(2, a.M);
+  v.expect_size(2, k.sizes[2]);
   if (a.H != 0 && (a.G == 0 || a.H % a.G != 0))
     k.refuse("must have a head count that divides q's " + std::to_string(a.H));
   if (a.N > kLongest) q.refuse("must have at most " + std::to_string(kLongest) + " rows");
   if (a.M > kLongest) k.refuse("must have at most " + std::to_string(kLongest) + " rows");
   a.q = rows_of(q), a.k = rows_of(k), a.v = rows_of(v);
+}
+
+// k and v as tensors like q.
+void read_inputs(ForwardArgs& a, const View& q, const View& k, const View& v) {
+  read_rows_of_keys(a, q, k, v, q.sizes[0]);
+  a.kv_dtype = a.dtype;
+  if (k.dtype != q.dtype) k.refuse(std::string("must have q's dtype, ") + type_name(q.dtype));
+  if (v.dtype != q.dtype) v.refuse(std::string("must have q's dtype, ") + type_name(q.dtype));
+}
+
+Scales read_scales(TensorHandle handle, const char* name, const View& rows) {
+  if (handle == nullptr) fail(std::string(name) + " must be given with int8 " + rows.name);
+  View v = view(handle, name, 3, torch_types.f32);
+  for (int axis = 0; axis < 3; ++axis) v.expect_size(axis, rows.sizes[axis]);
+  v.expect_packed(2);
+  return {v.as<float>(), v.strides[0], v.strides[1]};
+}
+
+// Of what a cache holds, the first M keys: of any float dtype, or int8 with factors. a.end is read later.
+void read_cache(ForwardArgs& a, const View& q, const View& k, const View& v, TensorHandle pages, TensorHandle k_scale,
+                TensorHandle v_scale, int64_t keys) {
+  read_rows_of_keys(a, q, k, v, pages == nullptr ? q.sizes[0] : k.sizes[0]);
+  if (!float_type(k.dtype, &a.kv_dtype)) {
+    if (k.dtype != torch_types.i8) k.refuse("must be float32, bfloat16, float16 or int8");
+    a.kv_dtype = Dtype::i8;
+    a.k_scale = read_scales(k_scale, "k_scale", k), a.v_scale = read_scales(v_scale, "v_scale", v);
+  } else if (k_scale != nullptr || v_scale != nullptr) {
+    fail("k_scale and v_scale belong to int8 k and v");
+  }
+  if (v.dtype != k.dtype) v.refuse(std::string("must have k's dtype, ") + type_name(k.dtype));
+  int64_t room = a.M;
+  if (pages != nullptr) {
+    View table = view(pages, "pages", 2, torch_types.i32);
+    table.expect_size(0, a.B);
+    table.expect_packed(1);
+    if (keys < 0) fail("keys, the length of the longest sequence, must be given with pages");
+    a.pages = table.as<int32_t>(), a.pages_b = table.strides[0], a.page = k.sizes[2];
+    room = table.sizes[1] * a.page;
+  }
+  if (keys < 0) return;
+  if (keys > room || keys > kLongest)
+    fail("keys must be at most the " + std::to_string(room) + " that k has room for, got " + std::to_string(keys));
+  a.M = keys;
+}
+
+// Every page that holds a key exists.
+void check_pages(const ForwardArgs& a, int64_t entries) {
+  if (a.pages == nullptr) return;
+  for (int64_t b = 0; b < a.B; ++b) {
+    const int64_t length = a.end == nullptr ? a.M : std::min<int64_t>(a.end[b], a.M);
+    for (int64_t t = 0; t * a.page < length; ++t) {
+      const int32_t page = a.pages[b * a.pages_b + t];
+      if (page < 0 || page >= entries)
+        fail("pages[" + std::to_string(b) + ", " + std::to_string(t) + "] must name one of k's " +
+             std::to_string(entries) + " pages, for sequence " + std::to_string(b) + " has " + std::to_string(length) +
+             " keys; got " + std::to_string(page));
+    }
+  }
 }
 
 void expect_position(const char* name, int64_t value) {
@@ -223,7 +280,7 @@ void compute(const ForwardArgs& a) {
   "int seed, int left, int right, int offset, Tensor? offsets, Tensor? start, Tensor? end, Tensor? rows, Tensor? " \
   "tile_ptr, Tensor? tile_runs, "                                                                                  \
   "Tensor? patterns, Tensor? mask0, Tensor? mask1, Tensor? bias0, Tensor? bias1, Tensor? table, Tensor? slopes, "  \
-  "Tensor? sink_keys"
+  "Tensor? sink_keys, Tensor? pages, Tensor? k_scale, Tensor? v_scale, int? keys"
 
 struct CallInputs : Inputs {  // the members initialise, and so read the stack, in the schema's order
   using Inputs::Inputs;
@@ -241,18 +298,21 @@ struct CallInputs : Inputs {  // the members initialise, and so read the stack, 
   const TensorHandle mask0 = optional_tensor(), mask1 = optional_tensor();
   const TensorHandle bias0 = optional_tensor(), bias1 = optional_tensor();
   const TensorHandle table = optional_tensor(), slopes = optional_tensor(), sink_keys = optional_tensor();
+  const TensorHandle pages = optional_tensor(), k_scale = optional_tensor(), v_scale = optional_tensor();
+  const int64_t keys = optional_integer(-1);
 
   // The call as the kernels read it, checked; and q's description.
   View read(ForwardArgs& a) const {
     const TorchTypes& t = torch_types;
-    const View q_view = view(q, "q", 4);
-    read_inputs(a, q_view, view(k, "k", 4), view(v, "v", 4));
+    const View q_view = view(q, "q", 4), k_view = view(k, "k", 4);
+    read_cache(a, q_view, k_view, view(v, "v", 4), pages, k_scale, v_scale, keys);
     read_band(a, left, right, offset);
     a.offsets = list<int64_t>(offsets, "offsets", t.i64, a.B);
     if (a.offsets != nullptr)
       for (int64_t b = 0; b < a.B; ++b) expect_position("offsets", a.offsets[b]);
     a.start = list<int32_t>(start, "start", t.i32, a.B);
     a.end = list<int32_t>(end, "end", t.i32, a.B);
+    check_pages(a, k_view.sizes[0]);
     read_rows(a, rows);
     read_tiles(a, tile_ptr, tile_runs, patterns);
     read_mask(a, mask0, "mask0");
@@ -331,6 +391,10 @@ struct GradientInputs {
   View read(BackwardArgs& back) const {
     ForwardArgs& a = back.call;
     const View q = call.read(a);
+    const View k = view(call.k, "k", 4);
+    if (k.dtype != q.dtype) k.refuse(std::string("must have q's dtype, ") + type_name(q.dtype));
+    if (a.pages != nullptr || a.M != k.sizes[2])
+      fail("gradients of a cache are not to be had: pass k and v as tensors");
     const View out = rows_like(results.out, "out", a, q.dtype), d_out = rows_like(results.d_out, "d_out", a, q.dtype);
     a.out = rows_of(out), back.d_out = rows_of(d_out);
     back.saved = packed(results.saved, "saved", kSaved, a);

@@ -161,7 +161,7 @@ inline void add_products(const Contribution* groups, int count, int keys, ptrdif
 }
 
 // --- Storage to floats and back ---
-POISE_INLINE int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+POISE_INLINE int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype == Dtype::i8 ? 1 : 2; }
 
 POISE_INLINE const char* row_at(const Rows& rows, Dtype dtype, int64_t b, int64_t h, int64_t n) {
   return (const char*)rows.data + (b * rows.b + h * rows.h + n * rows.n) * size_of(dtype);
@@ -169,12 +169,14 @@ POISE_INLINE const char* row_at(const Rows& rows, Dtype dtype, int64_t b, int64_
 
 POISE_INLINE float element(const char* row, Dtype dtype, int64_t i) {
   if (dtype == Dtype::f32) return ((const float*)row)[i];
+  if (dtype == Dtype::i8) return ((const int8_t*)row)[i];
   const uint16_t x = ((const uint16_t*)row)[i];
   return dtype == Dtype::bf16 ? float_of_bf16(x) : float_of_f16(x);
 }
 
 POISE_INLINE vf elements(const char* row, Dtype dtype, int64_t i) {
   if (dtype == Dtype::f32) return load((const float*)row + i);
+  if (dtype == Dtype::i8) return load_i8((const int8_t*)row + i);
   const uint16_t* p = (const uint16_t*)row + i;
   return dtype == Dtype::bf16 ? load_bf16(p) : load_f16(p);
 }

@@ -45,6 +45,7 @@ int32_t aoti_torch_dtype_float16();
 int32_t aoti_torch_dtype_int32();
 int32_t aoti_torch_dtype_int64();
 int32_t aoti_torch_dtype_bool();
+int32_t aoti_torch_dtype_int8();
 int32_t aoti_torch_device_type_cpu();
 
 // Threads: torch's own pool.

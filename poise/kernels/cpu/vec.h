@@ -354,6 +354,17 @@ POISE_INLINE vf load_f16(const uint16_t* p) {
   return x;
 #endif
 }
+POISE_INLINE vf load_i8(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  vf x;
+  for (int i = 0; i < W; ++i) x[i] = p[i];
+  return x;
+#endif
+}
 POISE_INLINE void store_bf16(uint16_t* p, vf x) {
 #if defined(__AVX512BF16__)
   _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
