@@ -1,5 +1,6 @@
 """Exact attention that shows its scores: the public names, nothing else."""
 
+from poise import hf
 from poise.explanation import Explanation, explain
 from poise.kvview import KVView
 from poise.mask import (
@@ -38,6 +39,7 @@ __all__ = [
     "documents",
     "explain",
     "global_tokens",
+    "hf",
     "keep",
     "lengths",
     "merge",

@@ -60,7 +60,7 @@ def scaled_dot_product_attention(
                 return attend(query, key, value, scale, *band, False)
         except _REFUSALS:
             pass
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     query, key, value = _broadcast(query, key, value, enable_gqa)
     *lead, length, _ = query.shape
     mask: Mask | None = _CAUSAL if is_causal else None
@@ -79,7 +79,7 @@ def scaled_dot_product_attention(
     return out.reshape(*lead, *out.shape[-2:])
 
 
-def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """What torch's autocast does to its own operator: every float argument but float64 takes the autocast dtype."""
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):

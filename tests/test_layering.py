@@ -26,6 +26,7 @@ ROWS = (
     ("dispatch", "testing"),
     ("op", "explanation"),
     ("sdpa",),
+    ("hf",),
     ("__init__",),
     ("nn",),
 )
