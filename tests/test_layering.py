@@ -29,6 +29,7 @@ ROWS = (
     ("hf",),
     ("__init__",),
     ("nn",),
+    ("variants",),
 )
 ROW = {name: height for height, row in enumerate(ROWS) for name in row}
 

@@ -9,7 +9,7 @@ Letters: B batch, N queries, M keys, C width, H query heads, G key/value heads, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from poise.mask import Mask, Window, causal, keep, lengths
+from poise.mask import Mask, causal, keep, lengths
 from poise.nn.linear import Linear
 from poise.nn.norm import RMSNorm
 from poise.nn.positions import Placement, Scheme
@@ -34,7 +34,7 @@ class Visible:
     causal: bool = False
     padding: Tensor | None = None  # bool [B, M], True = a real key
     mask: Mask | None = None  # whatever else
-    _lowered: dict[tuple[int, ...], Mask] = field(default_factory=dict, repr=False, compare=False)
+    _lowered: dict[Hashable, Mask] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def joined(self) -> Mask | None:
@@ -49,15 +49,17 @@ class Visible:
             joined = part if joined is None else joined if part is None else joined & part
         return joined
 
-    def for_call(self, q: Tensor, k: Tensor) -> Mask | None:
-        """`joined`, lowered once for all layers that ask with the same shapes."""
-        mask = self.joined
-        shape = (q.shape[2], k.shape[2], q.shape[0], q.shape[1])
-        if mask is None or type(mask) is Window or q.device.type != "cpu" or q.shape[2] != k.shape[2]:
+    def for_call(self, q: Tensor, k: Tensor, own: Mask | None = None) -> Mask | None:
+        """`joined`, and a choice's own mask of Python numbers: lowered once for all layers that ask for the same."""
+        joined = self.joined
+        mask = own if joined is None else joined if own is None else own & joined
+        # A mask with a key is all Python numbers: the operator remembers how it lowered it.
+        if mask is None or mask.key is not None or q.device.type != "cpu" or q.shape[2] != k.shape[2]:
             return mask
-        if shape not in self._lowered:
-            self._lowered[shape] = mask.lower(*shape)
-        return self._lowered[shape]
+        shape = (q.shape[2], k.shape[2], q.shape[0], q.shape[1])
+        if (shape, own) not in self._lowered:
+            self._lowered[shape, own] = mask.lower(*shape)
+        return self._lowered[shape, own]
 
 
 EVERYTHING = Visible()
