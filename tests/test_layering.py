@@ -30,6 +30,7 @@ ROWS = (
     ("__init__",),
     ("nn",),
     ("variants",),
+    ("models",),
 )
 ROW = {name: height for height, row in enumerate(ROWS) for name in row}
 

@@ -4,6 +4,7 @@ from poise.nn.attention import (
     CAUSAL,
     EVERYTHING,
     EXACT,
+    Cache,
     Call,
     Choice,
     Exact,
@@ -16,6 +17,7 @@ from poise.nn.attention import (
 from poise.nn.feedforward import FeedForward
 from poise.nn.linear import ACTIVATIONS, Linear, linear
 from poise.nn.norm import RMSNorm
+from poise.nn.packing import Packing
 from poise.nn.positions import (
     Alibi,
     Learned,
@@ -40,6 +42,7 @@ __all__ = [
     "Alibi",
     "Block",
     "BlockConfig",
+    "Cache",
     "Call",
     "Choice",
     "Decoder",
@@ -56,6 +59,7 @@ __all__ = [
     "LogLength",
     "MultiHeadAttention",
     "NTKScaling",
+    "Packing",
     "Placement",
     "Projection",
     "RMSNorm",

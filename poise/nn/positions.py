@@ -104,7 +104,7 @@ class YaRNScaling:
     original: int
     fast: float = 32.0
     slow: float = 1.0
-    attention: float | None = None  # None: 0.1 ln(factor) + 1
+    attention: float | None = None  # None: sharpening(factor), 0.1 ln(factor) + 1
     truncate: bool = True  # the ramp's ends at whole dims
 
     def frequencies(self, dim: int, base: float, furthest: int) -> tuple[Tensor, float]:
@@ -119,8 +119,12 @@ class YaRNScaling:
         high = high + 0.001 if low == high else high
         stretched = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
         plain = _frequencies(dim, base)
-        sharpening = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-        return plain / self.factor * stretched + plain * (1 - stretched), self.attention or sharpening
+        frequencies = plain / self.factor * stretched + plain * (1 - stretched)
+        return frequencies, self.sharpening(self.factor) if self.attention is None else self.attention
+
+    @staticmethod
+    def sharpening(factor: float, strength: float = 1.0) -> float:
+        return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -236,17 +240,18 @@ class RelativeBuckets(Scheme):
     `weight` [buckets, H]. The bias reaches the kernels as a table [H, 2R + 1] with R = furthest, whatever N and M are.
     """
 
-    index: Tensor
-
     def __init__(self, heads: int, *, buckets: int = 32, furthest: int = 128, bidirectional: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(buckets, heads).normal_(std=0.02))
-        distances = torch.arange(-furthest, furthest + 1)
-        self.register_buffer("index", relative_buckets(distances, buckets, furthest, bidirectional), persistent=False)
+        self.furthest, self.bidirectional = furthest, bidirectional
+
+    def extra_repr(self) -> str:
+        return f"buckets={self.weight.shape[0]}, furthest={self.furthest}, bidirectional={self.bidirectional}"
 
     def table(self) -> Tensor:
         """[H, 2R + 1], entry R for a query's own key."""
-        return self.weight[self.index].t()
+        distances = torch.arange(-self.furthest, self.furthest + 1, device=self.weight.device)
+        return self.weight[relative_buckets(distances, self.weight.shape[0], self.furthest, self.bidirectional)].t()
 
     def place(self, places: Tensor) -> Placement:
         return Placement(bias=relative(self.table()))
