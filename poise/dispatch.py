@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from poise import reference
+from poise import reference, traced, transformed
 from poise.kernels import blockwise, ops, training
 from poise.mask import UNBOUNDED, Window
 from poise.plan import Plan, lower
@@ -33,7 +33,10 @@ EVERYTHING = (UNBOUNDED, UNBOUNDED, 0)  # left, right, offset
 _FLOAT64 = torch.float64
 _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
+_autocasting = torch._C._is_any_autocast_enabled
 _transforming = torch._C._are_functorch_transforms_active
+_layers = torch._C._functorch.get_interpreter_stack
+_Layer = torch._C._functorch.TransformType
 
 
 class Choice(NamedTuple):
@@ -79,18 +82,19 @@ def _obstacle(problem: Problem) -> _Obstacle | None:
         )
     differentiable = tuple(problem.differentiable())
     if _under_transform(differentiable):
-        return _Obstacle("it is being differentiated or batched by a torch transform", f"For this call {_LEAVE_IMPL}")
+        return _Obstacle("torch differentiates it twice or in forward mode", f"For this call {_LEAVE_IMPL}")
     if not ops.available():
         return _Obstacle(ops.why_missing().rstrip("."), f"Until then {_LEAVE_IMPL}", RuntimeError)
     return None
 
 
 def _under_transform(differentiable: tuple[tuple[str, Tensor], ...]) -> bool:
-    """Whether torch.func or forward-mode AD must see every step; a compiler need not, it knows the ops."""
+    """Whether torch must see every step: in forward mode, or to differentiate twice. A compiler does neither."""
     if _compiling():
         return False
     if _transforming():
-        return True
+        layers = [layer.key() for layer in _layers() or ()]
+        return _Layer.Jvp in layers or layers.count(_Layer.Grad) > 1
     return forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
         for _, tensor in differentiable
@@ -98,7 +102,7 @@ def _under_transform(differentiable: tuple[tuple[str, Tensor], ...]) -> bool:
 
 
 def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the native ops may take these tensors as they are: nobody differentiates, transforms or traces.
+    """Whether the native ops may take these tensors as they are: nobody transforms or traces.
 
     They check for themselves what they read. What is looked at here as well is common, and costs more to refuse there.
     """
@@ -108,11 +112,16 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.is_cpu
         and k.is_cpu
         and v.is_cpu
-        and not (_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         and not _compiling()
+        and not _autocasting()
         and forward_ad._current_level < 0
         and not _transforming()
     )
+
+
+def wants_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a gradient is to be had, so that a plain call must be `training`'s."""
+    return _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def band_of(mask: object, q_offset: object, q: Tensor, k: Tensor, layout: str) -> tuple[int, int, int] | None:
@@ -139,6 +148,11 @@ def run(problem: Problem, impl: Impl | None, stats: bool, layout: str) -> tuple[
     """Output [B, H, N, Dv], as a transposed view of [B, N, H, Dv] for layout "bshd", and packed statistics."""
     chosen = choose(problem, impl).impl
     bshd = layout == "bshd"
+    if _compiling():
+        save = _grad_enabled() and any(tensor.requires_grad for _, tensor in problem.differentiable())
+        return traced.run(problem, chosen, stats, save, bshd)
+    if chosen == "cpu" and _transforming():
+        return transformed.run(problem, chosen, stats, bshd)
     if problem.view is not None and not (chosen == "cpu" and ops.reads_in_place(problem)):
         out, packed = run(problem.dense(), chosen, stats, layout)
         return out.to(problem.q.dtype), packed
@@ -160,8 +174,6 @@ def run(problem: Problem, impl: Impl | None, stats: bool, layout: str) -> tuple[
 def lowered(problem: Problem) -> Plan:
     """The problem's mask and bias as the plain data that kernels read."""
     mask, bias, shape, offset, device = problem.mask, problem.bias, problem.shape, problem.offset, problem.q.device
-    if type(mask) is Window and _compiling():  # a compiler can't trace the lock of the cache of plans
-        return replace(lower(None, bias, shape, offset, device), left=mask.left, right=mask.right)
     return lower(mask, bias, shape, offset, device)
 
 

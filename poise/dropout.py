@@ -18,16 +18,29 @@ _ROUNDS = 10
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def draw_seed() -> int:
-    """64 bits from torch's default generator: one draw per call, so torch.manual_seed reproduces a run."""
-    words = torch.randint(0, 1 << 32, (2,), dtype=torch.int64, device="cpu").tolist()
-    return int(words[0]) | int(words[1]) << 32
+Seed = int | Tensor  # 64 bits, unsigned; as a tensor its two words, int64 [2], the lower first
 
 
-def philox(counter: Words, seed: int) -> Words:
+def draw_seed() -> Seed:
+    """64 bits from torch's default generator: one draw per call, so torch.manual_seed reproduces a run.
+
+    A tensor where a compiler or torch.func looks on: the first would keep a number as a constant, the second has none.
+    """
+    words = torch.randint(0, 1 << 32, (2,), dtype=torch.int64, device="cpu")
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return words
+    return as_number(words)
+
+
+def as_number(seed: Tensor) -> int:
+    low, high = seed.tolist()
+    return int(low) | int(high) << 32
+
+
+def philox(counter: Words, seed: Seed) -> Words:
     """Four words (int64 tensors in [0, 2^32)) of Philox4x32-10 for a counter of four words that broadcast together."""
     c0, c1, c2, c3 = counter
-    key0, key1 = seed & _MASK, (seed >> 32) & _MASK
+    key0, key1 = seed.unbind() if isinstance(seed, Tensor) else (seed & _MASK, (seed >> 32) & _MASK)
     for _ in range(_ROUNDS):
         # The 64-bit products wrap around the sign; masking after the (arithmetic) shift makes that harmless.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
@@ -38,7 +51,7 @@ def philox(counter: Words, seed: int) -> Words:
     return c0, c1, c2, c3
 
 
-def keep(seed: int, b: int | Tensor, h: int | Tensor, heads: int, rows: Tensor, keys: Tensor, p: float) -> Tensor:
+def keep(seed: Seed, b: int | Tensor, h: int | Tensor, heads: int, rows: Tensor, keys: Tensor, p: float) -> Tensor:
     """True where the weight of (b, h, i, j) survives dropout with probability p.
 
     rows: int64 [n], keys: int64 [m], the absolute indices i and j of this call (q_offset plays no part). b and h are
@@ -56,7 +69,7 @@ def keep(seed: int, b: int | Tensor, h: int | Tensor, heads: int, rows: Tensor, 
     return words[..., inverse, keys % 4] >= int(p * 2.0**32)  # [*S, n, m]
 
 
-def all_heads(seed: int, batch: int, heads: int, rows: Tensor, keys: Tensor, p: float) -> Tensor:
+def all_heads(seed: Seed, batch: int, heads: int, rows: Tensor, keys: Tensor, p: float) -> Tensor:
     """`keep` for every batch element and head at once: bool [B, H, n, m]."""
     b = torch.arange(batch, device=rows.device)[:, None]
     h = torch.arange(heads, device=rows.device)[None, :]

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from poise.mask import UNBOUNDED, Mask, Window, causal, documents, keep, lengths, window
 from poise.op import attention, scores
-from poise.sdpa import autocast
+from poise.problem import autocast
 
 NAME = "poise"
 

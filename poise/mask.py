@@ -13,6 +13,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -254,17 +256,18 @@ def documents(ids: Tensor | Sequence[int] | None = None, *, cu_seqlens: Tensor |
         table, key = _integers("documents", "ids", ids)
         return Documents(table if table.dim() == 2 else table[None], key)
     bounds, key = _integers("documents", "cu_seqlens", cu_seqlens)
-    if bounds.dim() != 1 or bounds.numel() == 0 or bool(bounds[0] != 0) or bool((bounds.diff() < 0).any()):
+    ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens or ())
+    if bounds.dim() != 1 or not ends or ends[0] != 0 or any(x > y for x, y in pairwise(ends)):
         raise ValueError("documents: cu_seqlens must be 1-D, start at 0 and never decrease, e.g. [0, 5, 9]")
-    place = torch.arange(int(bounds[-1]), device=bounds.device)
+    place = torch.arange(ends[-1], device=bounds.device)
     return Documents(torch.searchsorted(bounds, place, right=True)[None], key and ("cu_seqlens", key))
 
 
 def global_tokens(idx: Tensor | Sequence[int]) -> Mask:
     """i' in idx or j in idx: tokens that see and are seen by all. idx [K], or [B, K] padded with -1."""
     table, key = _integers("global_tokens", "idx", idx)
-    if key is not None and bool((table < 0).any()):
-        raise ValueError(f"global_tokens: idx holds {int(table.min())}: positions count from 0, not from the end")
+    if not isinstance(idx, Tensor) and (least := min(_flat(idx), default=0)) < 0:
+        raise ValueError(f"global_tokens: idx holds {least}: positions count from 0, not from the end")
     return GlobalTokens(table if table.dim() == 2 else table[None], key)
 
 
@@ -283,7 +286,7 @@ def blocks(map: Tensor | Sequence[Sequence[bool]], size: int) -> Mask:
             raise TypeError(f"blocks: map must be a bool tensor, got {table.dtype}")
     else:
         table = torch.tensor(map, dtype=torch.bool)
-        key = ("blocks", tuple(table.shape), table.numpy().tobytes(), size)
+        key = ("blocks", *_value(map, table), size)
     if not 2 <= table.dim() <= 4:
         raise ValueError(f"blocks: map must be [P, Q], [H, P, Q] or [B, H, P, Q], got shape {tuple(table.shape)}")
     return Blocks(table[(None,) * (4 - table.dim())], size, key)
@@ -294,7 +297,8 @@ _CAUSAL = Window(UNBOUNDED, 0)
 
 def _number(where: str, name: str, value: object, least: int = 0) -> int:
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
+        # A compiler's symbolic number is an int, and stays symbolic.
+        number = value if isinstance(value, int) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"{where}: {name} must be an int, got {type(value).__name__}") from None
     if number < least:
@@ -321,7 +325,19 @@ def _integers(where: str, name: str, value: Tensor | Sequence[int] | None) -> tu
         raise TypeError(f"{where}: {name} must hold integers, got {table.dtype}")
     if table.dim() not in (1, 2):
         raise ValueError(f"{where}: {name} must have 1 or 2 dims, got shape {tuple(table.shape)}")
-    return table, (where, tuple(table.shape), table.numpy().tobytes()) if owned else None
+    return table, (where, *_value(value, table)) if owned else None
+
+
+def _value(given: Any, table: Tensor) -> tuple[Hashable, ...]:
+    """What the table is equal by, for keys. Bytes hash once, and fast; a compiler knows the Python numbers only."""
+    if torch.compiler.is_compiling():
+        return tuple(table.shape), tuple(_flat(given))
+    return tuple(table.shape), table.numpy().tobytes()
+
+
+def _flat(value: Any) -> list[int]:
+    """The numbers of nested sequences."""
+    return [x for each in value for x in _flat(each)] if isinstance(value, Sequence) else [value]
 
 
 def _member(place: Tensor, idx: Tensor) -> Tensor:

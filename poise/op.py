@@ -1,7 +1,7 @@
 """The public operator: attention, and the same call observed, tile by tile, or seen from the keys.
 
-No arithmetic here. A call that is plain data already (a band or no mask, no bias, cap, sink, dropout or gradient) goes
-straight to the native op, which checks what it reads; every other, and whatever that op refuses, is validated
+No arithmetic here. A call that is plain data already (a band or no mask, no bias, cap, sink or dropout) goes straight
+to the native op, which checks what it reads; every other, and whatever that op refuses, is validated
 (problem.py) and run by the implementation that dispatch.py chooses. Keys and values may lie in a cache (kvview.py).
 
 Letters: B batch, H query heads, G key/value heads, N queries, M keys, Dk and Dv head dims.
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from poise import reference
-from poise.dispatch import EVERYTHING, Impl, attend, attend_observed, band_of, is_plain, run
-from poise.kernels import blockwise
+from poise.dispatch import EVERYTHING, Impl, attend, attend_observed, band_of, is_plain, run, wants_grad
+from poise.kernels import blockwise, training
 from poise.kvview import KVView
 from poise.problem import BiasLike, Layout, MaskLike, OffsetLike, Problem, ScaleLike, prepare
 from poise.stats import ScoreStats
@@ -51,8 +51,9 @@ def attention(
 
     q, k, v: [B, H, N, Dk], [B, G, M, Dk], [B, G, M, Dv] with H a multiple of G (query head h reads key/value head
         h // (H // G)); [H, N, D] and [N, D] are accepted too. float32, bfloat16, float16 or float64. No copy is made
-        of strided tensors whose last dim is contiguous. k may be a cache's view (`cache.view(layer)`, a `KVView`), v
-        is then left out: B sequences of different lengths, in any of the cache's dtypes; no gradients.
+        of strided tensors whose last dim is contiguous. Under torch.autocast they take its dtype. k may be a cache's
+        view (`cache.view(layer)`, a `KVView`), v is then left out: B sequences of different lengths, in any of the
+        cache's dtypes; no gradients.
     mask: who may attend to whom: `causal()`, `window(...)`, ... joined by `&`, `|`, `~`, or a bool tensor that
         broadcasts to [B, H, N, M], True = may attend. Only masks let work be skipped.
     bias: added to the scores: a tensor that broadcasts to [B, H, N, M], `alibi(...)`, `relative(...)`, or a sum.
@@ -84,13 +85,14 @@ def attention(
             and (scale is None or (type(scale) is float and -_LARGEST <= scale <= _LARGEST))
             and (impl is None or impl == "cpu")
         ):
-            keys, values, at = (k, v, q_offset) if type(k) is not KVView else _opened(k, v, q_offset, layout)
+            keys, values, at = (k, v, q_offset) if type(k) is not KVView else _opened(q, k, v, q_offset, layout)
             band = EVERYTHING if mask is None and q_offset is None else band_of(mask, at, q, keys, layout)
             if band is not None and is_plain(q, keys, values):
+                attending = training.attend if wants_grad(q, keys, values) else attend
                 if layout == "bhsd":
-                    return attend(q, keys, values, scale, *band, False)
+                    return attending(q, keys, values, scale, *band, False)
                 if layout == "bshd":
-                    return attend(*_swapped(q, keys, values), scale, *band, True).transpose(1, 2)
+                    return attending(*_swapped(q, keys, values), scale, *band, True).transpose(1, 2)
     except _REFUSALS:
         pass
     problem = prepare(
@@ -152,14 +154,15 @@ def observe(
             and (impl is None or impl == "cpu")
             and sink_keys == _FIRST_KEY
         ):
-            keys, values, at = (k, v, q_offset) if type(k) is not KVView else _opened(k, v, q_offset, layout)
+            keys, values, at = (k, v, q_offset) if type(k) is not KVView else _opened(q, k, v, q_offset, layout)
             band = EVERYTHING if mask is None and q_offset is None else band_of(mask, at, q, keys, layout)
             if band is not None and is_plain(q, keys, values):
+                attending = training.attend_observed if wants_grad(q, keys, values) else attend_observed
                 if layout == "bhsd":
-                    out, packed = attend_observed(q, keys, values, scale, *band, False)
+                    out, packed = attending(q, keys, values, scale, *band, False)
                     return out, ScoreStats(packed, None, _FIRST_KEY)
                 if layout == "bshd":
-                    out, packed = attend_observed(*_swapped(q, keys, values), scale, *band, True)
+                    out, packed = attending(*_swapped(q, keys, values), scale, *band, True)
                     return out.transpose(1, 2), ScoreStats(packed, None, _FIRST_KEY, "bshd")
     except _REFUSALS:
         pass
@@ -261,9 +264,9 @@ def received(
     return blockwise.received(problem, _check_lse(lse, problem, q.dim()))[(0,) * (4 - q.dim())]
 
 
-def _opened(view: KVView, v: object, q_offset: object, layout: str) -> tuple[Any, Any, object]:
-    """A view's keys, values and default offset; refused where these do not say everything."""
-    if v is not None or not view.plain or layout != "bhsd":
+def _opened(q: Tensor, view: KVView, v: object, q_offset: object, layout: str) -> tuple[Any, Any, object]:
+    """A view's keys, values and default offset; refused where these do not say everything, or a gradient is wanted."""
+    if v is not None or not view.plain or layout != "bhsd" or wants_grad(q, view.k, view.v):
         raise ValueError
     return view.k, view.v, "end" if q_offset is None else q_offset
 

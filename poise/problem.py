@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from poise.dropout import draw_seed
+from poise.dropout import Seed, draw_seed
 from poise.kvview import FLOATS, KVView
 from poise.mask import Lowered, Mask, keep, lengths
 from poise.score import Alibi, Bias, Dense, Relative, terms
@@ -46,7 +47,7 @@ class Problem:
     softcap: float | None
     sink: Tensor | None  # [H], fp32 (fp64 for fp64 q)
     dropout: float
-    seed: int  # 64 bits, unsigned; 0 without dropout
+    seed: Seed  # 0 without dropout
     offset: int | Tensor  # int, or int64 [B]: query i stands at key position i + offset
     sink_keys: tuple[int, ...]  # sorted, unique, 0 <= key < M
     # Set where k and v are a cache's storage that ordinary tensors can't say everything about: pages, int8 with scales,
@@ -85,6 +86,25 @@ class Problem:
             yield "sink", self.sink
 
 
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """What torch's autocast does to its own attention: float tensors, but for float64, take the autocast dtype."""
+    device = next((tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)), "")
+    if not device or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype is not torch.float64 else x
+        for x in tensors
+    )
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """For products in torch ops, which autocast would run in half precision."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
 def prepare(
     q: Tensor,
     k: Tensor | KVView,
@@ -101,6 +121,7 @@ def prepare(
     sink_keys: Iterable[int] = (),
 ) -> Problem:
     """Validate one call and bring it to normal form; raises TypeError or ValueError naming the argument."""
+    q, k, v = autocast(q, k, v)
     view: KVView | None
     if isinstance(k, KVView):
         q, view = _check_view(q, k, v, layout)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from poise import dropout
-from poise.problem import Problem
+from poise.problem import Problem, without_autocast
 
 Stage: TypeAlias = Literal["raw", "capped", "biased", "prob"]
 STAGES: tuple[Stage, ...] = ("raw", "capped", "biased", "prob")
@@ -86,9 +86,9 @@ def _raw(problem: Problem, rows: Tensor, keys: Tensor, visible: Tensor | None) -
     q = problem.q[:, :, rows].to(dtype)  # [B, H, n, Dk]
     k = _for_heads(problem.k, problem)[:, :, keys]  # [B, H, m, Dk]
     if visible is None:
-        dots = q @ k.mT
+        dots = _product(q, k.mT)
     elif _finite(q, k):
-        dots = torch.where(visible, q @ k.mT, 0.0)
+        dots = torch.where(visible, _product(q, k.mT), 0.0)
     else:
         pair = visible[..., None]  # [B, H, n, m, 1]
         dots = (torch.where(pair, q[..., :, None, :], 0.0) * torch.where(pair, k[..., None, :, :], 0.0)).sum(-1)
@@ -125,7 +125,7 @@ def _with_sink(problem: Problem, p: Tensor, lse: Tensor, visible: Tensor) -> Ten
 def _mix(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """sum_j w_ij v_j over the visible keys: [B, H, n, Dv]."""
     if _finite(weights, v):
-        return weights @ v
+        return _product(weights, v)
     return (weights[..., None] * torch.where(visible[..., None], v[..., None, :, :], 0.0)).sum(-2)
 
 
@@ -175,6 +175,11 @@ def _for_heads(tensor: Tensor, problem: Problem) -> Tensor:
 
 def _work_dtype(problem: Problem) -> torch.dtype:
     return torch.float64 if problem.q.dtype == torch.float64 else torch.float32
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    with without_autocast(x.device):
+        return x @ y
 
 
 def _finite(*tensors: Tensor) -> bool:

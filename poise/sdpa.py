@@ -7,14 +7,15 @@ work is op.py's.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from poise.dispatch import EVERYTHING, attend, is_plain
+from poise.dispatch import EVERYTHING, attend, is_plain, wants_grad
+from poise.kernels import training
 from poise.mask import UNBOUNDED, Mask, causal, keep
 from poise.op import attention
+from poise.problem import autocast
 
 _CAUSAL = causal()
 _FROM_THE_START = (UNBOUNDED, 0, 0)  # left, right, offset
@@ -55,9 +56,10 @@ def scaled_dot_product_attention(
             # Without enable_gqa torch lets a single key head broadcast, and refuses other ratios.
             same_heads = enable_gqa or query.size(1) == key.size(1)
             usual_scale = scale is None or math.isfinite(scale)
-            if same_heads and usual_scale and is_plain(query, key, value) and not torch.is_autocast_enabled("cpu"):
+            if same_heads and usual_scale and is_plain(query, key, value):
                 band = _FROM_THE_START if is_causal else EVERYTHING
-                return attend(query, key, value, scale, *band, False)
+                attending = training.attend if wants_grad(query, key, value) else attend
+                return attending(query, key, value, scale, *band, False)
         except _REFUSALS:
             pass
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
@@ -77,20 +79,6 @@ def scaled_dot_product_attention(
         query, key, value = (tensor.flatten(0, -4) for tensor in (query, key, value))
     out = attention(query, key, value, mask=mask, bias=bias, scale=scale, dropout=dropout_p, q_offset="start")
     return out.reshape(*lead, *out.shape[-2:])
-
-
-def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What torch's autocast does to its own operator: every float argument but float64 takes the autocast dtype."""
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        tensor.to(dtype)
-        if tensor is not None and tensor.is_floating_point() and tensor.dtype is not torch.float64
-        else tensor
-        for tensor in tensors
-    )
 
 
 def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:

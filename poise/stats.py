@@ -12,9 +12,9 @@ are before dropout. A row that attended a NaN shows NaN; a row without visible k
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,21 @@ FIELDS = (
     "collision",  # sum p^2; empty 0
     "sink_mass",  # sum of p over sink_keys; empty 0
 )
+
+
+Value = TypeVar("Value")
+
+
+class _kept(Generic[Value]):
+    """A property computed once; before Python 3.12 functools' own takes a lock, which no compiler traces."""
+
+    def __init__(self, compute: Callable[[Any], Value]) -> None:
+        self.compute, self.name = compute, compute.__name__
+
+    def __get__(self, owner: Any, _: type) -> Value:
+        value = self.compute(owner)
+        object.__setattr__(owner, self.name, value)
+        return value
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +77,7 @@ class ScoreStats:
     def _field(self, name: str) -> Tensor:
         return self.packed[FIELDS.index(name)]
 
-    @cached_property
+    @_kept
     def _empty(self) -> Tensor:
         return self.count == 0
 
@@ -70,7 +85,7 @@ class ScoreStats:
         """The value with 0 in empty rows, so that no difference of infinities arises, forward or backward."""
         return value.masked_fill(self._empty, 0.0)
 
-    @cached_property
+    @_kept
     def _sink_score(self) -> Tensor | None:
         """The sink's score, broadcastable to a row field."""
         if self.sink is None:
@@ -78,12 +93,12 @@ class ScoreStats:
         score = self.sink.to(self.packed.dtype)
         return score[:, None] if self.packed.dim() > 2 else score.reshape(())  # [H, 1]
 
-    @cached_property
+    @_kept
     def _key_share(self) -> Tensor:
         """The probability that goes to keys at all, e^(lse0 - lse) where lse0 is without the sink. Empty: 0."""
         return (self._filled(self._lse_of_keys) - self._filled(self.lse)).exp().masked_fill(self._empty, 0.0)
 
-    @cached_property
+    @_kept
     def _sink_share(self) -> Tensor:
         """The probability that goes to the sink, e^(sink - lse). Empty: 1, or 0 if the sink is absent or -inf."""
         sink = self._sink_score

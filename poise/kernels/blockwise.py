@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +39,7 @@ from poise.kernels.tiles import (
     upcast,
     with_operands,
 )
-from poise.problem import Problem
+from poise.problem import Problem, without_autocast
 from poise.score import Bias, Dense
 from poise.stats import FIELDS
 
@@ -55,7 +54,7 @@ def run(problem: Problem, stats: bool) -> tuple[Tensor, Tensor | None]:
     """Output [B, H, N, Dv] in q's dtype and, if asked for, the packed statistics [11, B, H, N]."""
     problem = unwrapped(problem)
     tensors = operands(problem)
-    with _full_precision(problem):
+    with without_autocast(problem.q.device):
         careful = needs_care(problem, *tensors[:3])
         if _transformed(tensors):
             return _recorded(problem, stats, careful)
@@ -77,7 +76,7 @@ def received(problem: Problem, lse: Tensor) -> Tensor:
     batch, heads, _, keys = problem.shape
     recorded = _transformed([*tensors, lse]) or _wants_grad([*tensors, lse])
     total = torch.zeros((batch, heads, keys), dtype=dtype, device=problem.q.device)
-    with _full_precision(problem):
+    with without_autocast(problem.q.device):
         careful = needs_care(problem, *tensors[:2])
         prepared = upcast(problem)
         for tile, visible in tiles(problem, whole=recorded):
@@ -145,7 +144,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_packed: Tensor | None) -> tuple[Tensor | None, ...]:
         problem, wanted = with_operands(ctx.hollow, ctx.saved_tensors), ctx.needs_input_grad[3:]
-        with _full_precision(problem):
+        with without_autocast(problem.q.device):
             # A NaN that comes in at one row must not reach the values which that row does not see.
             careful = ctx.careful or (d_out is not None and needs_care(problem, d_out))
             watched = torch.is_grad_enabled() or _transformed([x for x in (d_out, d_packed) if x is not None])
@@ -349,14 +348,6 @@ def _kept(part: Problem, tile: Tile) -> Tensor:
     b, h = indices(tile.batch, device)[:, None], indices(tile.heads, device)[None, :]
     rows, keys = indices(tile.rows, device), indices(tile.keys, device)
     return keep(part.seed, b, h, tile.all_heads, rows, keys, part.dropout)
-
-
-def _full_precision(problem: Problem) -> AbstractContextManager[object]:
-    """Autocast would run the products in half precision."""
-    kind = problem.q.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
 
 
 def _wants_grad(tensors: Sequence[Tensor]) -> bool:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LIBRARY = "libpoise.so"
 FIELDS = 11  # rows of the packed statistics, as in stats.FIELDS and forward.h
+SAVED = 2  # numbers a row that a backward call needs
 _TABLE = 23  # where the table stands among the arguments of a call
 UNBOUNDED = 1 << 40  # forward.h's kUnbounded: no limit on that side
 
@@ -71,6 +72,7 @@ def arguments(problem: Problem, plan: Plan, stats: bool) -> tuple[Any, ...]:
     per_row = isinstance(problem.scale, Tensor)
     offset, offsets = (0, problem.offset) if isinstance(problem.offset, Tensor) else (problem.offset, None)
     sink_keys = torch.tensor(problem.sink_keys, dtype=torch.int32) if stats and problem.sink_keys else None
+    assert isinstance(problem.seed, int)
     return (
         rows(problem.q),
         rows(problem.k),
@@ -153,7 +155,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     return library, ""
 
 
-def _fake_out(q: Tensor, v: Tensor, bshd: bool) -> Tensor:
+def empty_out(q: Tensor, v: Tensor, bshd: bool) -> Tensor:
+    """Memory for an output."""
     batch, heads, queries, _ = q.shape
     if bshd:
         return q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
@@ -164,8 +167,9 @@ def _fake_stats(q: Tensor, stats: bool) -> Tensor:
     return q.new_empty((FIELDS if stats else 0, *q.shape[:3]), dtype=torch.float32)
 
 
-def _fake_rows(like: Tensor, wanted: bool) -> Tensor:
-    """A gradient of q, k or v: in the same order of memory, empty if not wanted."""
+def empty_rows(like: Tensor, wanted: bool = True) -> Tensor:
+    """Memory for a gradient of q, k or v: in the same order as kernels read it, empty if not wanted."""
+    like = rows(like)
     batch, heads, length, dim = like.shape
     batch = batch if wanted else 0
     if like.stride(1) < like.stride(2):
@@ -178,14 +182,14 @@ def _register_fakes() -> None:
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         stats, save, bshd = rest[-3:]
-        saved = q.new_empty((2 if save else 0, *q.shape[:3]), dtype=torch.float32)
-        return _fake_out(q, v, bshd), _fake_stats(q, stats), saved
+        saved = q.new_empty((SAVED if save else 0, *q.shape[:3]), dtype=torch.float32)
+        return empty_out(q, v, bshd), _fake_stats(q, stats), saved
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-        return _fake_out(q, v, rest[-1])
+        return empty_out(q, v, rest[-1])
 
     def attend_observed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return _fake_out(q, v, rest[-1]), _fake_stats(q, True)
+        return empty_out(q, v, rest[-1]), _fake_stats(q, True)
 
     def backward(d_out: Tensor, out: Tensor, saved: Tensor, stats: Any, d_stats: Any, *call: Any) -> tuple[Tensor, ...]:
         *_, wanted = call
@@ -198,7 +202,7 @@ def _register_fakes() -> None:
             made: Tensor = q.new_empty((first if wanted & bit else 0, *rest), dtype=torch.float32)
             return made
 
-        rows = [_fake_rows(x, bool(wanted & bit)) for x, bit in ((q, 1), (k, 2), (v, 4))]
+        rows = [empty_rows(x, bool(wanted & bit)) for x, bit in ((q, 1), (k, 2), (v, 4))]
         return (*rows, *(packed(bit, *shape) for bit, shape in zip((8, 16, 32, 64), (*shapes, shapes[2]), strict=True)))
 
     def bias_gradient(d_out: Tensor, *rest: Any) -> Tensor:

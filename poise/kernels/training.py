@@ -8,8 +8,9 @@ Letters: B batch, H query heads, N queries, M keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +20,17 @@ from poise.kernels.tiles import kinds, operands, with_operands
 from poise.plan import Plan, with_biases
 from poise.problem import Problem
 
+# The arguments of poise::forward that a plain call has no use for: scale_rows to seed, offsets to slopes, a cache's.
+_BARE = (None, 0.0, None, 0.0, 0)
+_UNUSED = (None,) * 13
+_NO_CACHE = (None,) * 4
+_NO_GRADIENTS = (None,) * 6
 # Bits of what poise::backward is asked for, as in register.cpp.
 _WANTED = {"q": 1, "k": 2, "v": 4, "table": 8, "slopes": 16, "scale": 32, "sink": 64}
+ONCE = (
+    "the CPU kernels compute first derivatives only, and a second one is being taken. "
+    'Pass impl="blockwise" to poise.attention for derivatives of any order'
+)
 _RESULTS = ("q", "k", "v", "table", "slopes", "scale", "sink")
 
 
@@ -30,6 +40,29 @@ def run(problem: Problem, mask_plan: Plan, stats: bool, bshd: bool) -> tuple[Ten
     hollow = with_operands(problem, [torch.empty_like(tensor, device="meta") for tensor in tensors])
     out, packed = _Attention.apply(hollow, mask_plan, stats, bshd, *tensors)  # type: ignore[no-untyped-call]
     return out, packed
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, left: int, right: int, offset: int, bshd: bool
+) -> Tensor:
+    """`ops.attend`, differentiable."""
+    by = _scale(scale, q)
+    out: Tensor = _Plain.apply(q, k, v, by, left, right, offset, None, bshd)  # type: ignore[no-untyped-call]
+    return out
+
+
+def attend_observed(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, left: int, right: int, offset: int, bshd: bool
+) -> tuple[Tensor, Tensor]:
+    """`ops.attend_observed`, differentiable."""
+    first_key = torch.zeros(min(k.shape[2], 1), dtype=torch.int32)
+    by = _scale(scale, q)
+    results: tuple[Tensor, Tensor] = _Plain.apply(q, k, v, by, left, right, offset, first_key, bshd)  # type: ignore[no-untyped-call]
+    return results
+
+
+def _scale(scale: float | None, q: Tensor) -> float:
+    return 1.0 / math.sqrt(q.size(3) or 1) if scale is None else scale
 
 
 class _Attention(torch.autograd.Function):
@@ -52,44 +85,75 @@ class _Attention(torch.autograd.Function):
         problem, wanted = with_operands(ctx.hollow, tensors), ctx.needs_input_grad[4:]
         if d_out is None:
             d_out = torch.zeros_like(out)
+
+        def gradients() -> list[Tensor | None]:
+            return gradients_of(problem, ctx.mask_plan, wanted, out, saved, packed, d_out, d_packed)
+
         if torch.is_grad_enabled():  # create_graph=True: whoever differentiates again must be told
             passed = [x for x in (d_out, d_packed) if x is not None]
-            rest = len(passed), *passed, *tensors
-            gradients = _Once.apply(problem, ctx.mask_plan, wanted, out, saved, packed, *rest)  # type: ignore[no-untyped-call]
-            return None, None, None, None, *gradients
-        return (
-            None,
-            None,
-            None,
-            None,
-            *gradients_of(problem, ctx.mask_plan, wanted, out, saved, packed, d_out, d_packed),
-        )
+            return None, None, None, None, *_Once.apply(gradients, *passed, *tensors)  # type: ignore[no-untyped-call]
+        return None, None, None, None, *gradients()
 
 
-class _Once(torch.autograd.Function):
-    """The gradients, as something that cannot be differentiated."""
+class _Plain(torch.autograd.Function):
+    """The same for a band or no mask, and nothing else: as little as can be between the caller and the kernels."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        problem: Problem,
-        mask_plan: Plan,
-        wanted: Sequence[bool],
-        out: Tensor,
-        saved: Tensor,
-        packed: Tensor | None,
-        count: int,
-        *tensors: Tensor,
-    ) -> tuple[Tensor | None, ...]:
-        d_out, d_packed = tensors[0], tensors[1] if count == 2 else None
-        return tuple(gradients_of(problem, mask_plan, wanted, out, saved, packed, d_out, d_packed))
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        left: int,
+        right: int,
+        offset: int,
+        sink_keys: Tensor | None,
+        bshd: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        stats = sink_keys is not None
+        rest = (left, right, offset, *_UNUSED, sink_keys, *_NO_CACHE)
+        out, packed, saved = torch.ops.poise.forward.default(q, k, v, scale, *_BARE, *rest, stats, True, bshd)
+        ctx.rest = scale, rest
+        if not stats:
+            ctx.save_for_backward(q, k, v, out, saved)
+            return cast(Tensor, out)
+        ctx.save_for_backward(q, k, v, out, saved, packed)
+        ctx.set_materialize_grads(False)
+        return out, packed
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_packed: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if d_out is None and d_packed is None:
+            return (None,) * 9
+        q, k, v, out, saved, *packed = ctx.saved_tensors
+        scale, rest = ctx.rest
+        want_q, want_k, want_v = wanted = ctx.needs_input_grad[:3]
+        d_out = torch.zeros_like(out) if d_out is None else ops.rows(d_out)
+        statistics = (None, None) if d_packed is None else (*packed, d_packed.contiguous())
+
+        def gradients() -> tuple[Tensor | None, ...]:
+            bits = want_q + 2 * want_k + 4 * want_v
+            call = d_out, out, saved, *statistics, q, k, v, scale, *_BARE, *rest
+            found = torch.ops.poise.backward.default(*call, bits)
+            return tuple(x if want else None for x, want in zip(found, wanted, strict=False))
+
+        if torch.is_grad_enabled():
+            passed = [x for x in (d_out, d_packed) if x is not None]
+            return (*_Once.apply(gradients, *passed, q, k, v), *_NO_GRADIENTS)  # type: ignore[no-untyped-call]
+        return (*gradients(), *_NO_GRADIENTS)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients, as something that cannot be differentiated; the tensors are what they depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Callable[[], Sequence[Tensor | None]], *_: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(gradients())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            "the CPU kernels compute first derivatives only, and a second one is being taken. "
-            'Pass impl="blockwise" to poise.attention for derivatives of any order'
-        )
+        raise RuntimeError(ONCE)
 
 
 def gradients_of(
