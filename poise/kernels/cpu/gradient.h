@@ -13,6 +13,8 @@
 namespace poise {
 namespace {
 
+constexpr int kStep = 64;  // keys whose weights are differentiated at once
+
 POISE_INLINE int64_t saved_place(const ForwardArgs& args, int field, int64_t b, int64_t h, int64_t n) {
   return ((field * args.B + b) * args.H + h) * args.N + n;
 }
@@ -379,24 +381,22 @@ struct Gradient {
                          begin,
                          end - begin,
                          words ? words + begin : nullptr};
-    if (!kPairs) {
-      scratch.raw = (float*)scratch.p[g] + begin * kLanes;
-      scratch.dp = (float*)scratch.ds[g] + begin * kLanes;
+    int at = 0;
+    if (plain()) {
+      // A rest of less than a tile is left to the general way, together with the tile before it: alone it is slow.
+      const int tiled = piece.keys % kTileRows ? greater(piece.keys / kTileRows - 1, 0) : piece.keys / kTileRows;
+      at = tiled * kTileRows;
+      words ? differentiate_tiles<N, true>(g, piece, tiled) : differentiate_tiles<N, false>(g, piece, tiled);
     }
-    vf unused[N];
-    for (int j = 0; j < N; ++j) unused[j] = splat(0.0f);
-    score_rows<Cells, N>(piece.k, piece.k_row, piece.keys, scratch.qt[g], k_cells, scratch.raw, unused);
-    if (FINAL) finish<N>(g, piece);
-    for (int j = 0; j < N; ++j) words ? weigh<true>(g, j, piece) : weigh<false>(g, j, piece);
-    score_rows<Cells, N>(piece.v, piece.v_row, piece.keys, scratch.gt[g], v_cells, scratch.dp, unused);
-    if (args.kept_factor != 0.0f) drop_gradients<N>(g, piece);
-    for (int j = 0; j < N; ++j) words ? differentiate<true>(g, j, piece) : differentiate<false>(g, j, piece);
-    if (STATS) add_sink_keys<N>(g, piece);
-    if (args.kept_factor != 0.0f) drop_weights<N>(piece);
-    if (back.d_table || back.d_slopes) add_diagonals<N>(g, piece);
-    if (bias_sum) add_to_bias<N>(g, piece);
-    if (FINAL && args.softcap != 0.0f) uncap<N>(piece);
-    store_weights<N>(g, piece);
+    // A few keys at a time, so that their scores stay in the nearest cache from the product to its last use.
+    for (int keys; at < piece.keys; at += keys) {
+      keys = lesser(kStep, piece.keys - at);
+      if (piece.keys - at - keys < kTileRows) keys = piece.keys - at;  // a rest is slow alone
+      differentiate_keys<N>(g,
+                            {piece.k + at * k_row, k_row, piece.v + at * v_row, v_row, piece.key + at, begin + at, keys,
+                             words ? piece.words + at : nullptr},
+                            at);
+    }
     if (!back.d_q.data && !back.d_scale) return;
     vf one[N];
     for (int j = 0; j < N; ++j) one[j] = splat(1.0f);
@@ -405,6 +405,102 @@ struct Gradient {
     const int cells = (piece.keys + Cells::kPair - 1) / Cells::kPair;
     accumulate<Cells, N>(mixed, k_mix_row, k_dims, weights, cells, scratch.dqt[g], one, !touched[g]);
     touched[g] = true;
+  }
+
+  // Whether nothing lies between products and weights.
+  bool plain() const {
+    return !FINAL && !STATS && args.kept_factor == 0.0f && lesser(k_cells, v_cells) > 0 &&
+           greater(k_cells, v_cells) <= kChain;
+  }
+
+  // P and dS tile by tile, hardly leaving the registers, of a plain call: what differentiate_keys does in steps.
+  template <int N, bool MASKED>
+  POISE_INLINE void differentiate_tiles(int g, const Piece& piece, int tiles) {
+    constexpr int M = kTileRows;
+    vf slope[N], offset[N], minus_delta[N];
+    [[maybe_unused]] vf factor[kGroupVecs];
+    for (int j = 0; j < kGroupVecs; ++j) factor[j] = splat(1.0f);
+    for (int j = 0; j < N; ++j) {
+      const int lane = g * kLanes + j * W;
+      slope[j] = load(scale + lane) * splat(kLog2e);
+      // Rounded as the forward pass rounds its reference.
+      offset[j] = load(top + lane) * slope[j];
+      minus_delta[j] = -load(delta + lane);
+      if (kPairs && args.scale_rows) factor[j] = load(scale + lane) * load(sign + lane);
+    }
+    const float* const log = log_sum + g * kLanes;
+    const char *k_tile = piece.k, *v_tile = piece.v;
+    for (int i = 0; i < tiles * M; i += M, k_tile += M * k_row, v_tile += M * v_row) {
+      float* const p = kPairs ? scratch.raw : (float*)scratch.p[g] + (piece.begin + i) * kLanes;
+      vf sum[M][N];
+      clear(sum);
+      multiply<Cells, M, N>(sum, k_tile, k_row, 4, scratch.qt[g], k_cells, k_tile + M * k_row, 4 * M);
+#pragma GCC unroll 16
+      for (int r = 0; r < M; ++r)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; ++j) {
+          vf weight = exp2_of<kPairs>(sum[r][j] * slope[j] - offset[j] - load(log + j * W));
+          if (MASKED) {
+            const uint64_t word = piece.words[i + r] >> (g * kLanes + j * W);
+            weight = select(mask_of(word), weight, splat(0.0f));
+          }
+          store(p + r * kLanes + j * W, weight);
+          sum[r][j] = minus_delta[j];
+        }
+      multiply<Cells, M, N>(sum, v_tile, v_row, 4, scratch.gt[g], v_cells, v_tile + M * v_row, 4 * M);
+      if constexpr (!kPairs) {
+#pragma GCC unroll 16
+        for (int r = 0; r < M; ++r)
+#pragma GCC unroll 8
+          for (int j = 0; j < N; ++j)
+            store((float*)scratch.ds[g] + (piece.begin + i + r) * kLanes + j * W,
+                  sum[r][j] * load(p + r * kLanes + j * W));
+      }
+#if defined(__AVX512BF16__)
+      if constexpr (kPairs) {
+        char* const halves = scratch.p[g] + 2 * (size_t)(piece.begin + i) * kLanes;
+        char* const ds_halves = scratch.ds[g] + 2 * (size_t)(piece.begin + i) * kLanes;
+#pragma GCC unroll 16
+        for (int r = 0; r < M; ++r) {
+          vf low = load(p + r * kLanes), high = N > 1 ? load(p + r * kLanes + W) : splat(0.0f);
+          store_halves(halves + 2 * r * kLanes, low, high);
+          sum[r][0] = low * sum[r][0];
+          if constexpr (N > 1) sum[r][1] = high * sum[r][1];
+          store_halves(ds_halves + 2 * r * kLanes, sum[r][0] * factor[0],
+                       N > 1 ? sum[r][N - 1] * factor[1] : splat(0.0f));
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < M; r += 2)
+#pragma GCC unroll 8
+          for (int j = 0; j < N; ++j)
+            Cells::store_pair(scratch.ds_pairs + 4 * ((i + r) / 2 * kLanes + j * W), sum[r][j], sum[r + 1][j]);
+      }
+#endif
+    }
+  }
+
+  // P and dS of some keys, from `at` on in the group's piece.
+  template <int N>
+  POISE_INLINE void differentiate_keys(int g, const Piece& piece, int at) {
+    const bool masked = piece.words != nullptr;
+    if (!kPairs) {
+      scratch.raw = (float*)scratch.p[g] + piece.begin * kLanes;
+      scratch.dp = (float*)scratch.ds[g] + piece.begin * kLanes;
+    }
+    vf unused[N];
+    for (int j = 0; j < N; ++j) unused[j] = splat(0.0f);
+    score_rows<Cells, N>(piece.k, piece.k_row, piece.keys, scratch.qt[g], k_cells, scratch.raw, unused);
+    if (FINAL) finish<N>(g, piece);
+    for (int j = 0; j < N; ++j) masked ? weigh<true>(g, j, piece) : weigh<false>(g, j, piece);
+    score_rows<Cells, N>(piece.v, piece.v_row, piece.keys, scratch.gt[g], v_cells, scratch.dp, unused);
+    if (args.kept_factor != 0.0f) drop_gradients<N>(g, piece);
+    for (int j = 0; j < N; ++j) masked ? differentiate<true>(g, j, piece) : differentiate<false>(g, j, piece);
+    if (STATS) add_sink_keys<N>(g, piece);
+    if (args.kept_factor != 0.0f) drop_weights<N>(piece);
+    if (back.d_table || back.d_slopes) add_diagonals<N>(g, piece);
+    if (bias_sum) add_to_bias<N>(g, piece);
+    if (FINAL && args.softcap != 0.0f) uncap<N>(piece);
+    store_weights<N>(g, piece, at);
   }
 
   // Raw products to scores with cap and bias, hidden ones to -inf; the cap's derivative is kept.
@@ -512,7 +608,7 @@ struct Gradient {
 
   // Rows of zeros up to a whole tile; pairs of P and dS to where the products read them.
   template <int N>
-  void store_weights([[maybe_unused]] int g, const Piece& piece) {
+  void store_weights([[maybe_unused]] int g, const Piece& piece, [[maybe_unused]] int at) {
     const int whole = (int)rounded_up(piece.keys, kTileRows);
     for (int i = piece.keys; i < whole; ++i)
       for (int j = 0; j < N; ++j) {
@@ -533,8 +629,8 @@ struct Gradient {
       }
       for (int i = 0; i < whole; i += 2)
         for (int j = 0; j < N; ++j)
-          Cells::store_pair(scratch.ds_pairs + 4 * (i / 2 * kLanes + j * W), load(scratch.dp + i * kLanes + j * W),
-                            load(scratch.dp + (i + 1) * kLanes + j * W));
+          Cells::store_pair(scratch.ds_pairs + 4 * ((at + i) / 2 * kLanes + j * W),
+                            load(scratch.dp + i * kLanes + j * W), load(scratch.dp + (i + 1) * kLanes + j * W));
     }
 #endif
   }

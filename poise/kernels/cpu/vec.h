@@ -208,7 +208,9 @@ POISE_INLINE uint64_t nonzero_bytes(const uint8_t* p) {
 }
 
 // --- Elementary functions ---
-// 2^t for t <= 0 (and slightly above): 2 ulp; exactly 0 at -inf and below the normal range; NaN stays NaN.
+// 2^t for t <= 0 (and slightly above): 2 ulp, or 7e-5 where ROUGH, for what is rounded to bf16 right away; exactly 0 at
+// -inf and below the normal range; NaN stays NaN.
+template <bool ROUGH = false>
 POISE_INLINE vf exp2_of(vf t) {
 #if defined(__AVX512F__)
   const vf whole = (vf)_mm512_roundscale_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -222,12 +224,18 @@ POISE_INLINE vf exp2_of(vf t) {
 #else
   const vf f = clamped - whole;
 #endif
-  vf p = splat(1.326472725e-3f);
-  p = p * f + splat(9.671512786e-3f);
-  p = p * f + splat(5.550733744e-2f);
-  p = p * f + splat(2.402224208e-1f);
-  p = p * f + splat(6.931469776e-1f);
-  p = p * f + splat(1.0f);
+  vf p;
+  if (ROUGH) {
+    p = splat(5.517167e-2f) * f + splat(2.4261113e-1f);
+    p = p * f + splat(6.9326099e-1f);
+    p = p * f + splat(9.9992807e-1f);
+  } else {
+    p = splat(1.326472725e-3f) * f + splat(9.671512786e-3f);
+    p = p * f + splat(5.550733744e-2f);
+    p = p * f + splat(2.402224208e-1f);
+    p = p * f + splat(6.931469776e-1f);
+    p = p * f + splat(1.0f);
+  }
 #if defined(__AVX512F__)
   return (vf)_mm512_scalef_ps((__m512)p, (__m512)whole);
 #else
