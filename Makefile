@@ -10,14 +10,15 @@ SANITIZED := build/asan
 LIBRARY := poise/kernels/libpoise.so
 PIP := $(RUN) -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: help test demo check bench native asan clean
+.PHONY: help test demo train check bench native asan clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make test     install into .venv if needed, build the kernels, run the tests"
 	@echo "make demo     attention on one sentence, step by step"
+	@echo "make train    train a small language model with poise's attention and with torch's (minutes)"
 	@echo "make check    formatting, lint and types"
-	@echo "make bench    speed against torch, as one table (minutes)"
+	@echo "make bench    speed against torch, forward and training, as tables (minutes)"
 	@echo "make native   only build the kernels into the source tree"
 	@echo "make asan     replay the kernel cases under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make clean    remove what was built, but not .venv"
@@ -28,8 +29,12 @@ test: native
 demo: native
 	@$(RUN) examples/demo.py
 
+train: native
+	@$(RUN) examples/train_char_lm.py $(ARGS)
+
 bench: native
 	$(RUN) benchmarks/forward.py $(ARGS)
+	$(RUN) benchmarks/training.py $(ARGS)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
