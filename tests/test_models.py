@@ -259,7 +259,7 @@ def test_an_error_lists_missing_unexpected_and_misshapen_tensors(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"model_type": "mamba"}, "model_type must be one of 'bert', 'gpt2', 'llama', 't5'; got 'mamba'"),
+        ({"model_type": "mamba"}, "model_type must be one of .*'llama'.*; got 'mamba'"),
         ({"hidden_act": "relu6"}, "hidden_act must be one of"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be"),
     ],

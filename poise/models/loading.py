@@ -13,11 +13,19 @@ from poise.models.bert import Bert
 from poise.models.checkpoint import collect, fill, read_config, read_tensors, write
 from poise.models.gpt import GPT
 from poise.models.llama import Llama
+from poise.models.long import BigBirdModel, LongformerModel
 from poise.models.model import Model
 from poise.models.t5 import T5
 
 # model_type in config.json -> what makes the model from that configuration and a head
-FAMILIES: dict[str, Callable[..., Model]] = {"bert": Bert, "gpt2": GPT, "llama": Llama, "t5": T5}
+FAMILIES: dict[str, Callable[..., Model]] = {
+    "bert": Bert,
+    "big_bird": BigBirdModel,
+    "gpt2": GPT,
+    "llama": Llama,
+    "longformer": LongformerModel,
+    "t5": T5,
+}
 
 
 def load(directory: str | Path, *, head: str | None = None, dtype: torch.dtype | None = None, **options: Any) -> Any:
