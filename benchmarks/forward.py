@@ -61,7 +61,7 @@ def one_thread(options: argparse.Namespace) -> Iterator[str]:
             if case.gigaflops < 30:
                 contestants["blockwise"] = contest.blockwise
             top = report.one_core_peak(dtype)
-            t = interleaved(contestants, options.seconds)
+            t = interleaved(contestants, options.seconds, options.least)
             speed = {name: case.gigaflops / seconds for name, seconds in t.items()}
             rest = [f"{speed[name]:.0f}" if name in speed else "–" for name in names]
             share = f"{100 * speed['poise'] / top:.0f} %"
@@ -73,7 +73,8 @@ def instruction_sets(options: argparse.Namespace) -> Iterator[str]:
     yield "| POISE_ISA | fp32 GF/s | of its peak | bf16 GF/s | fp16 GF/s |"
     yield "|---|--:|--:|--:|--:|"
     for isa in ("avx512bf16", "avx512", "avx2", "base"):
-        command = [sys.executable, __file__, "--isa-child", "--seconds", str(options.seconds)]
+        effort = ["--seconds", str(options.seconds), "--least", str(options.least)]
+        command = [sys.executable, __file__, "--isa-child", *effort]
         done = subprocess.run(command, env={**os.environ, "POISE_ISA": isa}, capture_output=True, text=True)
         if done.returncode:
             yield f"| {isa} | not on this machine: {done.stderr.strip().splitlines()[-1]} | | | |"
@@ -88,7 +89,9 @@ def isa_child(options: argparse.Namespace) -> None:
     top = peak.fma512 if ops.isa().startswith("avx512") else peak.fma256
     speeds = []
     for dtype in (FP32, BF16, FP16):
-        speeds.append(case.gigaflops / interleaved({"poise": calls(case, dtype).poise}, options.seconds)["poise"])
+        speeds.append(
+            case.gigaflops / interleaved({"poise": calls(case, dtype).poise}, options.seconds, options.least)["poise"]
+        )
     share = "–" if ops.isa() == "base" else f"{100 * speeds[0] / top:.0f} %"  # base has no FMA to compare with
     print(f"{speeds[0]:.0f} | {share} | {speeds[1]:.0f} | {speeds[2]:.0f}")
 

@@ -34,7 +34,8 @@ def parser(description: str | None, sections: Mapping[str, Section]) -> argparse
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=2.0, help="time spent on each comparison")
-    parser.add_argument("--quick", action="store_true", help="half a second on each")
+    parser.add_argument("--least", type=int, default=7, help="rounds of each comparison, however long they take")
+    parser.add_argument("--quick", action="store_true", help="half a second and three rounds on each")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains TEXT")
     parser.add_argument("--sections", nargs="+", choices=sections, default=list(sections))
     parser.add_argument("--save", type=Path, help="file for the result (default: benchmarks/results/DATE-NAME.md)")
@@ -47,7 +48,7 @@ def run(name: str, sections: Mapping[str, Section], options: argparse.Namespace)
     if not ops.available():
         sys.exit(ops.why_missing())
     if options.quick:
-        options.seconds = 0.5
+        options.seconds, options.least = 0.5, 3
     partial = options.only or options.quick or len(options.sections) < len(sections)
     path = options.save or Path(__file__).parent / "results" / f"{datetime.date.today().isoformat()}-{name}.md"
     lines: list[str] = []
@@ -91,7 +92,7 @@ def against_torch(
         cells = []
         for index, dtype in enumerate((FP32, BF16)):
             calls = contest(case, dtype)
-            t = interleaved({"poise": calls.poise, "torch": calls.torch}, options.seconds)
+            t = interleaved({"poise": calls.poise, "torch": calls.torch}, options.seconds, options.least)
             target = f"{case.targets[index]:g}" if case.targets else "–"
             speed = work * case.gigaflops / t["poise"]
             cells.append(f"{t['poise'] * 1e3:.2f} | {speed:.0f} | {t['torch'] / t['poise']:.2f} | {target}")
@@ -112,7 +113,7 @@ def statistics_cost(
             cells = []
             for threads in (options.threads, 1):
                 torch.set_num_threads(threads)
-                t = interleaved({"plain": calls.poise, "observed": calls.observed}, 2 * options.seconds)
+                t = interleaved({"plain": calls.poise, "observed": calls.observed}, 2 * options.seconds, options.least)
                 cells.append(f"{100 * (t['observed'] / t['plain'] - 1):+.1f} %")
             yield f"| {case.name} | {NAMES[dtype]} | {cells[0]} | {cells[1]} | {allowed[case.name][index]} % |"
 

@@ -50,7 +50,7 @@ def one_thread(options: argparse.Namespace) -> Iterator[str]:
         for index, dtype in enumerate((FP32, BF16)):
             contest = steps(case, dtype)
             top = report.one_core_peak(dtype)
-            t = interleaved({"poise": contest.poise, "torch": contest.torch}, options.seconds)
+            t = interleaved({"poise": contest.poise, "torch": contest.torch}, options.seconds, options.least)
             ours, theirs = (WORK * case.gigaflops / t[name] for name in ("poise", "torch"))
             required = "–"
             if case.name in ONE_CORE:
