@@ -100,6 +100,7 @@ struct Gradient {
   float top[kTile], log_sum[kTile];  // what it saved; top is +inf for a row without keys: its weights are 0
   float delta[kTile];
   RowTerms terms;
+  bool curved;                   // whether any row has more than constant and linear terms
   int64_t b, kv_head, from, to;  // the chunk of keys
   const char *k, *v, *k_mix;     // from its first key on
   int64_t k_row, v_row, k_mix_row;
@@ -320,6 +321,7 @@ struct Gradient {
   }
 
   void read_terms() {
+    curved = false;
     for (int r = 0; r < kTile; ++r) {
       terms.constant[r] = terms.linear[r] = terms.square[r] = terms.own[r] = terms.sink[r] = 0.0f;
       terms.plain[r] = terms.plain_linear[r] = terms.shift[r] = 0.0f;
@@ -328,6 +330,7 @@ struct Gradient {
       terms.constant[r] = mine.constant, terms.linear[r] = mine.linear, terms.square[r] = mine.square;
       terms.own[r] = mine.own, terms.sink[r] = mine.sink;
       terms.plain[r] = mine.plain, terms.plain_linear[r] = mine.plain_linear, terms.shift[r] = mine.shift;
+      curved |= mine.square != 0.0f || mine.own != 0.0f || mine.plain != 0.0f || mine.plain_linear != 0.0f;
     }
   }
 
@@ -382,11 +385,16 @@ struct Gradient {
                          end - begin,
                          words ? words + begin : nullptr};
     int at = 0;
-    if (plain()) {
+    if (plain() && !(STATS && favours_sink_keys(piece))) {
       // A rest of less than a tile is left to the general way, together with the tile before it: alone it is slow.
       const int tiled = piece.keys % kTileRows ? greater(piece.keys / kTileRows - 1, 0) : piece.keys / kTileRows;
       at = tiled * kTileRows;
-      words ? differentiate_tiles<N, true>(g, piece, tiled) : differentiate_tiles<N, false>(g, piece, tiled);
+      if (STATS && curved)
+        words ? differentiate_tiles<N, true, true>(g, piece, tiled)
+              : differentiate_tiles<N, false, true>(g, piece, tiled);
+      else
+        words ? differentiate_tiles<N, true, false>(g, piece, tiled)
+              : differentiate_tiles<N, false, false>(g, piece, tiled);
     }
     // A few keys at a time, so that their scores stay in the nearest cache from the product to its last use.
     for (int keys; at < piece.keys; at += keys) {
@@ -409,16 +417,26 @@ struct Gradient {
 
   // Whether nothing lies between products and weights.
   bool plain() const {
-    return !FINAL && !STATS && args.kept_factor == 0.0f && lesser(k_cells, v_cells) > 0 &&
-           greater(k_cells, v_cells) <= kChain;
+    return !FINAL && args.kept_factor == 0.0f && lesser(k_cells, v_cells) > 0 && greater(k_cells, v_cells) <= kChain;
+  }
+
+  // Whether some query passes a gradient back to the mass on a sink key of the piece.
+  bool favours_sink_keys(const Piece& piece) const {
+    bool holds = false, passed = false;
+    for (int64_t n = 0; n < args.num_sink_keys; ++n)
+      holds |= args.sink_keys[n] >= piece.key && args.sink_keys[n] < piece.key + piece.keys;
+    for (int r = 0; holds && r < block.queries; ++r) passed |= terms.sink[r] != 0.0f;
+    return passed;
   }
 
   // P and dS tile by tile, hardly leaving the registers, of a plain call: what differentiate_keys does in steps.
-  template <int N, bool MASKED>
+  // CURVED: the statistics pass back more than a line in the score, p (constant + u linear), as lse and entropy do.
+  template <int N, bool MASKED, bool CURVED>
   POISE_INLINE void differentiate_tiles(int g, const Piece& piece, int tiles) {
     constexpr int M = kTileRows;
     vf slope[N], offset[N], minus_delta[N];
     [[maybe_unused]] vf factor[kGroupVecs];
+    const auto term = [&](const float* of, int j) POISE_INLINE_LAMBDA { return load(of + g * kLanes + j * W); };
     for (int j = 0; j < kGroupVecs; ++j) factor[j] = splat(1.0f);
     for (int j = 0; j < N; ++j) {
       const int lane = g * kLanes + j * W;
@@ -426,6 +444,7 @@ struct Gradient {
       // Rounded as the forward pass rounds its reference.
       offset[j] = load(top + lane) * slope[j];
       minus_delta[j] = -load(delta + lane);
+      if (STATS) minus_delta[j] += load(terms.constant + lane);
       if (kPairs && args.scale_rows) factor[j] = load(scale + lane) * load(sign + lane);
     }
     const float* const log = log_sum + g * kLanes;
@@ -439,33 +458,43 @@ struct Gradient {
       for (int r = 0; r < M; ++r)
 #pragma GCC unroll 8
         for (int j = 0; j < N; ++j) {
-          vf weight = exp2_of<kPairs>(sum[r][j] * slope[j] - offset[j] - load(log + j * W));
-          if (MASKED) {
-            const uint64_t word = piece.words[i + r] >> (g * kLanes + j * W);
-            weight = select(mask_of(word), weight, splat(0.0f));
-          }
+          const vf t = sum[r][j] * slope[j] - offset[j];
+          vf weight = exp2_of<kPairs>(t - load(log + j * W));
+          const vmask visible = mask_of(MASKED ? piece.words[i + r] >> (g * kLanes + j * W) : ~0ull);
+          if (MASKED) weight = select(visible, weight, splat(0.0f));
           store(p + r * kLanes + j * W, weight);
           sum[r][j] = minus_delta[j];
+          if (STATS) {
+            // Finite where t is not, in lanes without keys, whose terms are 0; far below, where weights are 0, no
+            // square overflows.
+            const vf u = vmax(t * splat(kLn2) - term(terms.shift, j), splat(-3e38f)), near = vmax(u, splat(-1e4f));
+            vf line = term(terms.linear, j);
+            if (CURVED) {
+              line += near * term(terms.square, j);
+              sum[r][j] += weight * term(terms.own, j);
+              vf plain = term(terms.plain, j) + u * term(terms.plain_linear, j);
+              if (MASKED) plain = select(visible, plain, splat(0.0f));
+              store(scratch.spread + r * kLanes + j * W, plain);
+            }
+            sum[r][j] += near * line;
+          }
         }
       multiply<Cells, M, N>(sum, v_tile, v_row, 4, scratch.gt[g], v_cells, v_tile + M * v_row, 4 * M);
-      if constexpr (!kPairs) {
 #pragma GCC unroll 16
-        for (int r = 0; r < M; ++r)
+      for (int r = 0; r < M; ++r)
 #pragma GCC unroll 8
-          for (int j = 0; j < N; ++j)
-            store((float*)scratch.ds[g] + (piece.begin + i + r) * kLanes + j * W,
-                  sum[r][j] * load(p + r * kLanes + j * W));
-      }
+        for (int j = 0; j < N; ++j) {
+          sum[r][j] *= load(p + r * kLanes + j * W);
+          if (CURVED) sum[r][j] += load(scratch.spread + r * kLanes + j * W);
+          if (!kPairs) store((float*)scratch.ds[g] + (piece.begin + i + r) * kLanes + j * W, sum[r][j]);
+        }
 #if defined(__AVX512BF16__)
       if constexpr (kPairs) {
         char* const halves = scratch.p[g] + 2 * (size_t)(piece.begin + i) * kLanes;
         char* const ds_halves = scratch.ds[g] + 2 * (size_t)(piece.begin + i) * kLanes;
 #pragma GCC unroll 16
         for (int r = 0; r < M; ++r) {
-          vf low = load(p + r * kLanes), high = N > 1 ? load(p + r * kLanes + W) : splat(0.0f);
-          store_halves(halves + 2 * r * kLanes, low, high);
-          sum[r][0] = low * sum[r][0];
-          if constexpr (N > 1) sum[r][1] = high * sum[r][1];
+          store_halves(halves + 2 * r * kLanes, load(p + r * kLanes), N > 1 ? load(p + r * kLanes + W) : splat(0.0f));
           store_halves(ds_halves + 2 * r * kLanes, sum[r][0] * factor[0],
                        N > 1 ? sum[r][N - 1] * factor[1] : splat(0.0f));
         }
