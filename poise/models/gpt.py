@@ -79,5 +79,9 @@ class GPT(CausalModel):
         if not c["tie_word_embeddings"]:
             self.unembed = Linear(width, c["vocab_size"], bias=False)
 
+    @property
+    def longest(self) -> int | None:
+        return int(self.config["n_positions"])
+
     def embed(self, ids: Tensor, places: Tensor) -> Tensor:
         return F.dropout(self.tokens(ids) + self.positions(places), self.config["embd_pdrop"], self.training)

@@ -44,6 +44,11 @@ def load(directory: str | Path, *, head: str | None = None, dtype: torch.dtype |
         raise ValueError(f"{directory}: model_type must be one of {', '.join(map(repr, FAMILIES))}; got {kind!r}")
     with torch.device("meta"):
         model = FAMILIES[kind](config, head, **options)
+    generation = Path(directory) / "generation_config.json"
+    if generation.is_file():  # what ends a text is told there, if at all
+        told = json.loads(generation.read_text())
+        keys = ("eos_token_id", "decoder_start_token_id")
+        model.config.update({key: told[key] for key in keys if told.get(key) is not None})
     fill(model, read_tensors(directory), dtype, str(directory))
     return model.eval()
 

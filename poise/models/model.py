@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from poise.models.checkpoint import Named
-from poise.nn import CAUSAL, Cache, Decoder, Visible, linear
+from poise.nn import CAUSAL, Decoder, Visible, linear
+from poise.nn.attention import Cache
 
 # Their names of activations, ours.
 ACTIVATION_NAMES = {
@@ -47,6 +48,11 @@ class Model(Named):
         named = config.get("architectures") or ()
         return next((head for head, name in cls.heads.items() if name in named), next(iter(cls.heads)))
 
+    @property
+    def longest(self) -> int | None:
+        """How many positions the model can tell apart; None if any number."""
+        return None
+
     def activation(self, key: str) -> str:
         name = self.config[key]
         if name not in ACTIVATION_NAMES:
@@ -75,20 +81,13 @@ class CausalModel(Model):
         ids: Tensor,
         padding: Tensor | None = None,
         *,
-        places: Tensor | None = None,
         cache: Cache | None = None,
         last: bool = False,
     ) -> Tensor:
-        """padding: bool, True = real, of all keys: [B, N], or with a cache [B, cached + N]. places: where ids stand,
-        int64 [N] or [B, N]; None counts from 0, or over real tokens if there is padding. cache: keys and values of the
-        tokens before, appended to. last: logits of the last position only, [B, 1, V].
+        """padding: bool [B, N], True = real; only real tokens count as positions. cache: keys and values of the tokens
+        before ids, which join them; padding must then be on the left. last: logits of the last position, [B, 1, V].
         """
-        if places is None:
-            if cache is not None:
-                raise ValueError("places is needed with a cache: the positions of ids, which follow the cached ones")
-            places = torch.arange(ids.shape[1], device=ids.device)
-            if padding is not None:
-                places = (padding.cumsum(1) - 1).clamp(min=0)
+        places = places_after(cache, ids, padding)
         visible = Visible(causal=True, padding=padding) if padding is not None else CAUSAL
         x = self.decoder(self.embed(ids, places), visible=visible, places=places, cache=cache)
         return self.unembedded(x[:, -1:] if last else x)
@@ -96,3 +95,14 @@ class CausalModel(Model):
     def unembedded(self, x: Tensor) -> Tensor:
         own = getattr(self, "unembed", None)
         return linear(x, self.tokens.weight if own is None else own.weight)
+
+
+def places_after(cache: Cache | None, ids: Tensor, padding: Tensor | None = None) -> Tensor:
+    """Where ids [B, N] stand, counting real tokens from 0, or from what the cache holds: int64 [N] or [B, N]."""
+    held = () if cache is None else cache.lengths()
+    if padding is None and len(set(held)) <= 1:
+        start = held[0] if held else 0
+        return torch.arange(start, start + ids.shape[1], device=ids.device)
+    real = torch.ones_like(ids, dtype=torch.bool) if padding is None else padding
+    places = (real.cumsum(1) - 1).clamp(min=0)
+    return places + torch.tensor(held, device=ids.device)[:, None] if held else places

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from poise.models.checkpoint import Names
-from poise.models.model import ACTIVATION_NAMES, Model
+from poise.models.model import ACTIVATION_NAMES, Model, places_after
 from poise.nn import (
     EVERYTHING,
     BlockConfig,
-    Cache,
     Decoder,
     Encoder,
     KeyValues,
@@ -28,6 +27,7 @@ from poise.nn import (
     Visible,
     linear,
 )
+from poise.nn.attention import Cache
 
 _SELF, _CROSS = "layer.0.SelfAttention", "layer.1.EncDecAttention"
 
@@ -150,12 +150,12 @@ class T5(Model):
         context: Tensor | Sequence[KeyValues],
         padding: Tensor | None = None,
         *,
-        places: Tensor | None = None,
         cache: Cache | None = None,
         last: bool = False,
     ) -> Tensor:
         """context: from `encode`, or `decoder.remember` of that, with its padding. last: of the last position only."""
         visible = EVERYTHING if padding is None else Visible(padding=padding)
+        places = places_after(cache, target)
         y = self.decoder(self._embed(target), context, context_visible=visible, places=places, cache=cache)
         y = self._dropped(y[:, -1:] if last else y) * self.out_scale
         return linear(y, self.tokens.weight) if self.config["tie_word_embeddings"] else self.unembed(y)

@@ -4,7 +4,6 @@ from poise.nn.attention import (
     CAUSAL,
     EVERYTHING,
     EXACT,
-    Cache,
     Call,
     Choice,
     Exact,
@@ -33,6 +32,7 @@ from poise.nn.positions import (
 )
 from poise.nn.projection import Projection
 from poise.nn.stack import Block, BlockConfig, Decoder, Encoder, EncoderDecoder, Stack
+from poise.nn.twin import TorchMultiheadAttention, from_torch
 
 __all__ = [
     "ACTIVATIONS",
@@ -42,7 +42,6 @@ __all__ = [
     "Alibi",
     "Block",
     "BlockConfig",
-    "Cache",
     "Call",
     "Choice",
     "Decoder",
@@ -68,7 +67,9 @@ __all__ = [
     "Scheme",
     "Sinusoidal",
     "Stack",
+    "TorchMultiheadAttention",
     "Visible",
     "YaRNScaling",
+    "from_torch",
     "linear",
 ]

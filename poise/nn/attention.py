@@ -9,7 +9,7 @@ Letters: B batch, N queries, M keys, C width, H query heads, G key/value heads, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -48,6 +48,11 @@ class Visible:
         for part in parts:
             joined = part if joined is None else joined if part is None else joined & part
         return joined
+
+    @cached_property
+    def counts(self) -> list[int] | None:
+        """How many tokens of each sequence are real, None if all are."""
+        return None if self.padding is None else self.padding.sum(-1).tolist()
 
     def for_call(self, q: Tensor, k: Tensor, own: Mask | None = None) -> Mask | None:
         """`joined`, and a choice's own mask of Python numbers: lowered once for all layers that ask for the same."""
@@ -135,8 +140,15 @@ class KeyValues(NamedTuple):
 class Cache(Protocol):
     """What attention asks of a cache of keys and values; poise.nn.cache has several."""
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """New keys [B, G, N, Dk] and values [B, G, N, Dv] of one layer."""
+    @property
+    def mask(self) -> Mask:
+        """Who sees whom when the last tokens attend to `view`."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor, counts: Sequence[int] | None = None) -> None:
+        """New keys [B, G, N, Dk] and values [B, G, N, Dv] of one layer; of sequence b the last counts[b]."""
+
+    def lengths(self, layer: int = 0) -> tuple[int, ...]:
+        """How many tokens each sequence has seen; () before the first."""
 
     def view(self, layer: int) -> Any:
         """All keys and values of the layer, as `poise.attention(q, view)` reads them."""
@@ -197,7 +209,11 @@ class MultiHeadAttention(nn.Module):
         cache: Cache | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """places: where x stands, int64 [N] or [B, N]; None counts from 0. cache: earlier keys and values; it grows."""
+        """places: where x stands, int64 [N] or [B, N]; None counts from 0.
+
+        cache: keys and values of earlier tokens, which x sees and joins, causally. Padding in `visible` is then that of
+        x [B, N], at its left, and stays out of the cache.
+        """
         if places is None and (self.positions is not None or isinstance(self.scale, nn.Module)):
             if cache is not None:
                 raise ValueError("places is needed with a cache: the positions of x, which follow the cached ones")
@@ -254,11 +270,10 @@ class MultiHeadAttention(nn.Module):
         """[B, N, H, Dv]: from q to all that the cache holds of this layer, k and v included."""
         if self.choice is not EXACT:
             raise ValueError(f"only exact attention reads a cache; this module's choice is {self.choice!r}")
-        cache.append(layer, k.transpose(1, 2), v.transpose(1, 2))
+        cache.append(layer, k.transpose(1, 2), v.transpose(1, 2), call.visible.counts)
+        mask = cache.mask if call.visible.mask is None else cache.mask & call.visible.mask
         scoring: dict[str, Any] = {"bias": call.bias, "scale": call.scale, "softcap": call.softcap, "sink": call.sink}
-        out: Tensor = attention(q.transpose(1, 2), cache.view(layer), mask=call.visible.joined, **scoring).transpose(
-            1, 2
-        )
+        out: Tensor = attention(q.transpose(1, 2), cache.view(layer), mask=mask, **scoring).transpose(1, 2)
         return out
 
 
