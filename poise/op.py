@@ -156,13 +156,12 @@ def observe(
         ):
             keys, values, at = (k, v, q_offset) if type(k) is not KVView else _opened(q, k, v, q_offset, layout)
             band = EVERYTHING if mask is None and q_offset is None else band_of(mask, at, q, keys, layout)
-            if band is not None and is_plain(q, keys, values):
-                attending = training.attend_observed if wants_grad(q, keys, values) else attend_observed
+            if band is not None and is_plain(q, keys, values) and not wants_grad(q, keys, values):
                 if layout == "bhsd":
-                    out, packed = attending(q, keys, values, scale, *band, False)
+                    out, packed = attend_observed(q, keys, values, scale, *band, False)
                     return out, ScoreStats(packed, None, _FIRST_KEY)
                 if layout == "bshd":
-                    out, packed = attending(*_swapped(q, keys, values), scale, *band, True)
+                    out, packed = attend_observed(*_swapped(q, keys, values), scale, *band, True)
                     return out.transpose(1, 2), ScoreStats(packed, None, _FIRST_KEY, "bshd")
     except _REFUSALS:
         pass

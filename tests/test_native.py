@@ -204,8 +204,12 @@ def test_torch_finds_no_fault_in_the_operators(dtype: torch.dtype, bshd: bool) -
         for wanted in (7, 2):
             torch.library.opcheck(torch.ops.poise.backward.default, (*results, *call, wanted))
         torch.library.opcheck(torch.ops.poise.bias_gradient.default, (*results, *call, 1, H, N, 1))
-    for fast in (torch.ops.poise.attend.default, torch.ops.poise.attend_observed.default):
-        torch.library.opcheck(fast, (q, k, v, None, U, 0, 3, bshd))
+    plain = (q, k, v, None, U, 0, 3)
+    for fast in (ops.attend, ops.attend_observed, ops.attend_saved):
+        torch.library.opcheck(fast, (*plain, bshd))
+    out, saved = ops.attend_saved(*plain, bshd)
+    for wanted in (7, 2):
+        torch.library.opcheck(ops.attend_backward, (torch.randn_like(out), out, saved, *plain, wanted))
 
 
 def test_the_operators_compile_into_one_graph() -> None:

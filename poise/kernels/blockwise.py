@@ -29,6 +29,7 @@ from poise.kernels.tiles import (
     Tile,
     compute_dtype,
     cut,
+    hollow,
     indices,
     kinds,
     of_tile,
@@ -60,8 +61,7 @@ def run(problem: Problem, stats: bool) -> tuple[Tensor, Tensor | None]:
             return _recorded(problem, stats, careful)
         if _wants_grad(tensors):
             # The graph holds the operands as saved tensors, where in-place checks and offloading hooks see them.
-            hollow = with_operands(problem, [torch.empty_like(tensor, device="meta") for tensor in tensors])
-            result: tuple[Tensor, Tensor | None] = _Attention.apply(hollow, stats, careful, *tensors)  # type: ignore[no-untyped-call]
+            result: tuple[Tensor, Tensor | None] = _Attention.apply(hollow(problem), stats, careful, *tensors)  # type: ignore[no-untyped-call]
             return result
         return _swept(problem, stats, careful)
 
@@ -133,17 +133,15 @@ class _Attention(torch.autograd.Function):
     """`_swept`; its first derivative computes every tile again, higher ones go through `_recorded`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hollow: Problem, stats: bool, careful: bool, *tensors: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.hollow, ctx.careful = hollow, careful
+    def forward(ctx: Any, shell: Problem, stats: bool, careful: bool, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
+        ctx.shell, ctx.careful = shell, careful
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return _swept(with_operands(hollow, tensors), stats, careful)
+        return _swept(with_operands(shell, tensors), stats, careful)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_packed: Tensor | None) -> tuple[Tensor | None, ...]:
-        problem, wanted = with_operands(ctx.hollow, ctx.saved_tensors), ctx.needs_input_grad[3:]
+        problem, wanted = with_operands(ctx.shell, ctx.saved_tensors), ctx.needs_input_grad[3:]
         with without_autocast(problem.q.device):
             # A NaN that comes in at one row must not reach the values which that row does not see.
             careful = ctx.careful or (d_out is not None and needs_care(problem, d_out))

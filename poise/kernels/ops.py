@@ -191,6 +191,13 @@ def _register_fakes() -> None:
     def attend_observed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return empty_out(q, v, rest[-1]), _fake_stats(q, True)
 
+    def attend_saved(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return empty_out(q, v, rest[-1]), q.new_empty((SAVED, *q.shape[:3]), dtype=torch.float32)
+
+    def attend_backward(d_out: Tensor, out: Tensor, saved: Tensor, *call: Any) -> tuple[Tensor, ...]:
+        wanted = call[-1]
+        return tuple(empty_rows(x, bool(wanted & bit)) for x, bit in zip(call[:3], (1, 2, 4), strict=True))
+
     def backward(d_out: Tensor, out: Tensor, saved: Tensor, stats: Any, d_stats: Any, *call: Any) -> tuple[Tensor, ...]:
         *_, wanted = call
         q, k, v = call[:3]
@@ -208,7 +215,15 @@ def _register_fakes() -> None:
     def bias_gradient(d_out: Tensor, *rest: Any) -> Tensor:
         return d_out.new_empty(rest[-4:], dtype=torch.float32)
 
-    fakes: tuple[Callable[..., Any], ...] = (forward, backward, bias_gradient, attend, attend_observed)
+    fakes: tuple[Callable[..., Any], ...] = (
+        forward,
+        backward,
+        bias_gradient,
+        attend,
+        attend_observed,
+        attend_saved,
+        attend_backward,
+    )
     for fake in fakes:
         torch.library.register_fake(f"poise::{fake.__name__}", fake)
 
@@ -222,6 +237,11 @@ if not _missing:
     _register_fakes()
 
 # (q, k, v, scale | None, left, right, offset, bshd): a band and nothing else, 4-D inputs, least overhead. Anything
-# irregular raises. attend_observed also returns the packed statistics, with key 0 as the only sink key.
-attend: Callable[..., Tensor] = _absent if _missing else torch.ops.poise.attend.default
-attend_observed: Callable[..., tuple[Tensor, Tensor]] = _absent if _missing else torch.ops.poise.attend_observed.default
+# irregular raises. attend_observed also returns the packed statistics, with key 0 as the only sink key; attend_saved
+# what attend_backward(d_out, out, saved, q, k, v, scale, left, right, offset, wanted) needs, the bits 1, 2 and 4 of
+# `wanted` asking for the gradients of q, k and v.
+_plain = torch.ops.poise
+attend: Callable[..., Tensor] = _absent if _missing else _plain.attend.default
+attend_observed: Callable[..., tuple[Tensor, Tensor]] = _absent if _missing else _plain.attend_observed.default
+attend_saved: Callable[..., tuple[Tensor, Tensor]] = _absent if _missing else _plain.attend_saved.default
+attend_backward: Callable[..., tuple[Tensor, ...]] = _absent if _missing else _plain.attend_backward.default

@@ -130,6 +130,14 @@ def with_operands(problem: Problem, tensors: Sequence[Tensor]) -> Problem:
     return replace(problem, q=q, k=k, v=v, scale=scale, sink=sink, bias=bias)
 
 
+_NOTHING = torch.empty(1, 1, 1, 1, device="meta")
+
+
+def hollow(problem: Problem) -> Problem:
+    """The problem without its operands: what autograd's context may keep beside the saved tensors."""
+    return with_operands(problem, [_NOTHING] * len(kinds(problem)))
+
+
 def _rebuilt(term: Bias, tensor: Tensor) -> Bias:
     return Dense(tensor) if isinstance(term, Dense) else Alibi(tensor) if isinstance(term, Alibi) else Relative(tensor)
 

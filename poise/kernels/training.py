@@ -8,23 +8,17 @@ Letters: B batch, H query heads, N queries, M keys.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from poise.kernels import ops
-from poise.kernels.tiles import kinds, operands, with_operands
+from poise.kernels.tiles import hollow, kinds, operands, with_operands
 from poise.plan import Plan, with_biases
 from poise.problem import Problem
 
-# The arguments of poise::forward that a plain call has no use for: scale_rows to seed, offsets to slopes, a cache's.
-_BARE = (None, 0.0, None, 0.0, 0)
-_UNUSED = (None,) * 13
-_NO_CACHE = (None,) * 4
-_NO_GRADIENTS = (None,) * 6
 # Bits of what poise::backward is asked for, as in register.cpp.
 _WANTED = {"q": 1, "k": 2, "v": 4, "table": 8, "slopes": 16, "scale": 32, "sink": 64}
 ONCE = (
@@ -37,8 +31,7 @@ _RESULTS = ("q", "k", "v", "table", "slopes", "scale", "sink")
 def run(problem: Problem, mask_plan: Plan, stats: bool, bshd: bool) -> tuple[Tensor, Tensor | None]:
     """`ops.run`, differentiable in every operand. `mask_plan` is the plan of the mask alone."""
     tensors = operands(problem)
-    hollow = with_operands(problem, [torch.empty_like(tensor, device="meta") for tensor in tensors])
-    out, packed = _Attention.apply(hollow, mask_plan, stats, bshd, *tensors)  # type: ignore[no-untyped-call]
+    out, packed = _Attention.apply(hollow(problem), mask_plan, stats, bshd, *tensors)  # type: ignore[no-untyped-call]
     return out, packed
 
 
@@ -46,33 +39,18 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, left: int, right: int, offset: int, bshd: bool
 ) -> Tensor:
     """`ops.attend`, differentiable."""
-    by = _scale(scale, q)
-    out: Tensor = _Plain.apply(q, k, v, by, left, right, offset, None, bshd)  # type: ignore[no-untyped-call]
+    out: Tensor = _Plain.apply(q, k, v, scale, left, right, offset, bshd)  # type: ignore[no-untyped-call]
     return out
-
-
-def attend_observed(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, left: int, right: int, offset: int, bshd: bool
-) -> tuple[Tensor, Tensor]:
-    """`ops.attend_observed`, differentiable."""
-    first_key = torch.zeros(min(k.shape[2], 1), dtype=torch.int32)
-    by = _scale(scale, q)
-    results: tuple[Tensor, Tensor] = _Plain.apply(q, k, v, by, left, right, offset, first_key, bshd)  # type: ignore[no-untyped-call]
-    return results
-
-
-def _scale(scale: float | None, q: Tensor) -> float:
-    return 1.0 / math.sqrt(q.size(3) or 1) if scale is None else scale
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hollow: Problem, mask_plan: Plan, stats: bool, bshd: bool, *tensors: Tensor
+        ctx: Any, shell: Problem, mask_plan: Plan, stats: bool, bshd: bool, *tensors: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        problem = with_operands(hollow, tensors)
+        problem = with_operands(shell, tensors)
         out, packed, saved = ops.forward(problem, _plan(problem, mask_plan), stats, True, bshd)
-        ctx.hollow, ctx.mask_plan = hollow, mask_plan
+        ctx.shell, ctx.mask_plan = shell, mask_plan
         ctx.save_for_backward(out, saved, packed, *tensors)
         ctx.set_materialize_grads(False)
         return out, packed
@@ -82,7 +60,7 @@ class _Attention(torch.autograd.Function):
         if d_out is None and d_packed is None:
             return (None,) * (4 + len(ctx.needs_input_grad[4:]))
         out, saved, packed, *tensors = ctx.saved_tensors
-        problem, wanted = with_operands(ctx.hollow, tensors), ctx.needs_input_grad[4:]
+        problem, wanted = with_operands(ctx.shell, tensors), ctx.needs_input_grad[4:]
         if d_out is None:
             d_out = torch.zeros_like(out)
 
@@ -104,44 +82,38 @@ class _Plain(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float,
+        scale: float | None,
         left: int,
         right: int,
         offset: int,
-        sink_keys: Tensor | None,
         bshd: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        stats = sink_keys is not None
-        rest = (left, right, offset, *_UNUSED, sink_keys, *_NO_CACHE)
-        out, packed, saved = torch.ops.poise.forward.default(q, k, v, scale, *_BARE, *rest, stats, True, bshd)
-        ctx.rest = scale, rest
-        if not stats:
-            ctx.save_for_backward(q, k, v, out, saved)
-            return cast(Tensor, out)
-        ctx.save_for_backward(q, k, v, out, saved, packed)
-        ctx.set_materialize_grads(False)
-        return out, packed
+    ) -> Tensor:
+        out, saved = ops.attend_saved(q, k, v, scale, left, right, offset, bshd)
+        ctx.save_for_backward(out, saved, q, k, v)
+        ctx.band = scale, left, right, offset
+        return out
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor | None, d_packed: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        if d_out is None and d_packed is None:
-            return (None,) * 9
-        q, k, v, out, saved, *packed = ctx.saved_tensors
-        scale, rest = ctx.rest
-        want_q, want_k, want_v = wanted = ctx.needs_input_grad[:3]
-        d_out = torch.zeros_like(out) if d_out is None else ops.rows(d_out)
-        statistics = (None, None) if d_packed is None else (*packed, d_packed.contiguous())
-
-        def gradients() -> tuple[Tensor | None, ...]:
-            bits = want_q + 2 * want_k + 4 * want_v
-            call = d_out, out, saved, *statistics, q, k, v, scale, *_BARE, *rest
-            found = torch.ops.poise.backward.default(*call, bits)
-            return tuple(x if want else None for x, want in zip(found, wanted, strict=False))
-
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            passed = [x for x in (d_out, d_packed) if x is not None]
-            return (*_Once.apply(gradients, *passed, q, k, v), *_NO_GRADIENTS)  # type: ignore[no-untyped-call]
-        return (*gradients(), *_NO_GRADIENTS)
+
+            def gradients() -> tuple[Tensor | None, ...]:
+                return _of_plain(wanted, d_out, ctx.saved_tensors, ctx.band)
+
+            return (*_Once.apply(gradients, d_out, *ctx.saved_tensors[2:]), *_NO_BAND)  # type: ignore[no-untyped-call]
+        return (*_of_plain(wanted, d_out, ctx.saved_tensors, ctx.band), *_NO_BAND)
+
+
+_NO_BAND = (None,) * 5
+
+
+def _of_plain(
+    wanted: Sequence[bool], d_out: Tensor, saved: tuple[Tensor, ...], band: tuple[Any, ...]
+) -> tuple[Tensor | None, ...]:
+    bits = wanted[0] + 2 * wanted[1] + 4 * wanted[2]
+    found = ops.attend_backward(ops.rows(d_out), *saved, *band, bits)
+    return found if bits == 7 else tuple(x if want else None for x, want in zip(found, wanted, strict=False))
 
 
 class _Once(torch.autograd.Function):

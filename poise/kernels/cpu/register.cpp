@@ -382,6 +382,22 @@ struct ResultInputs : Inputs {
   const TensorHandle stats = optional_tensor(), d_stats = optional_tensor();
 };
 
+// A tensor as the output is, and one float32 number for every field and row.
+View rows_like(TensorHandle handle, const char* name, const ForwardArgs& a, int32_t dtype) {
+  View v = view(handle, name, 4, dtype);
+  const int64_t sizes[4] = {a.B, a.H, a.N, a.Dv};
+  for (int axis = 0; axis < 4; ++axis) v.expect_size(axis, sizes[axis]);
+  return v;
+}
+
+const float* packed(TensorHandle handle, const char* name, int64_t fields, const ForwardArgs& a) {
+  View v = view(handle, name, 4, torch_types.f32);
+  const int64_t sizes[4] = {fields, a.B, a.H, a.N};
+  for (int axis = 0; axis < 4; ++axis) v.expect_size(axis, sizes[axis]);
+  v.expect_packed(0);
+  return v.as<float>();
+}
+
 // The stack is read by the bases in their order: results first, then the call.
 struct GradientInputs {
   explicit GradientInputs(Value* stack) : results(stack), call(results.rest()) {}
@@ -404,27 +420,18 @@ struct GradientInputs {
     back.d_stats = packed(results.d_stats, "d_stats", kFields, a);
     return q;
   }
-
- private:
-  static View rows_like(TensorHandle handle, const char* name, const ForwardArgs& a, int32_t dtype) {
-    View v = view(handle, name, 4, dtype);
-    const int64_t sizes[4] = {a.B, a.H, a.N, a.Dv};
-    for (int axis = 0; axis < 4; ++axis) v.expect_size(axis, sizes[axis]);
-    return v;
-  }
-  static const float* packed(TensorHandle handle, const char* name, int64_t fields, const ForwardArgs& a) {
-    View v = view(handle, name, 4, torch_types.f32);
-    const int64_t sizes[4] = {fields, a.B, a.H, a.N};
-    for (int axis = 0; axis < 4; ++axis) v.expect_size(axis, sizes[axis]);
-    v.expect_packed(0);
-    return v.as<float>();
-  }
 };
 
 // A gradient has the layout of what it belongs to.
 RowsOutput gradient_of(const View& rows, bool wanted) {
   const bool bshd = rows.strides[1] < rows.strides[2];
   return RowsOutput(wanted ? rows.sizes[0] : 0, rows.sizes[1], rows.sizes[2], rows.sizes[3], bshd, rows.dtype);
+}
+
+void compute(const BackwardArgs& back) {
+  if (back.call.B == 0 || back.call.H == 0) return;
+  const char* error = backward(back, torch_threads());
+  if (error != nullptr) fail(error);
 }
 
 void backward_kernel(Value* stack, uint64_t, uint64_t) {
@@ -450,10 +457,7 @@ void backward_kernel(Value* stack, uint64_t, uint64_t) {
   if (wanted & kWantSlopes) back.d_slopes = d_slopes.data<float>();
   if (wanted & kWantScale) back.d_scale = d_scale.data<float>();
   if (wanted & kWantSink) back.d_sink = d_sink.data<float>();
-  if (a.B != 0 && a.H != 0) {
-    const char* error = backward(back, torch_threads());
-    if (error != nullptr) fail(error);
-  }
+  compute(back);
   stack[0] = d_q.tensor.release(), stack[1] = d_k.tensor.release(), stack[2] = d_v.tensor.release();
   stack[3] = d_table.release(), stack[4] = d_slopes.release(), stack[5] = d_scale.release();
   stack[6] = d_sink.release();
@@ -484,39 +488,80 @@ constexpr const char* kAttendObserved =
     "attend_observed(Tensor q, Tensor k, Tensor v, float? scale, int left, int right, int offset, bool bshd) "
     "-> (Tensor, Tensor)";
 
+constexpr const char* kAttendSaved =
+    "attend_saved(Tensor q, Tensor k, Tensor v, float? scale, int left, int right, int offset, bool bshd) "
+    "-> (Tensor, Tensor)";
+constexpr const char* kAttendBackward =
+    "attend_backward(Tensor d_out, Tensor out, Tensor saved, Tensor q, Tensor k, Tensor v, float? scale, int left, "
+    "int right, int offset, int wanted) -> (Tensor, Tensor, Tensor)";
+
 constexpr double kNone = -std::numeric_limits<double>::infinity();
 
-struct AttendInputs : Inputs {
+// A plain call: a band or no mask at all, and nothing else.
+struct PlainInputs : Inputs {
   using Inputs::Inputs;
   const TensorHandle q = tensor(), k = tensor(), v = tensor();
   const double scale = optional_number(kNone);
   const int64_t left = integer(), right = integer(), offset = integer();
+
+  void read(ForwardArgs& a, const View& q_view, const View& k_view, const View& v_view) const {
+    read_inputs(a, q_view, k_view, v_view);
+    read_band(a, left, right, offset);
+    a.scale = static_cast<float>(scale != kNone ? scale : 1.0 / std::sqrt(static_cast<double>(a.Dk > 0 ? a.Dk : 1)));
+  }
+};
+
+struct AttendInputs : PlainInputs {
+  using PlainInputs::PlainInputs;
   const bool bshd = flag();
 };
 
-// Both fast ways in: a band or no mask at all, and nothing else. One output is attend, two are attend_observed, which
-// watches key 0.
-void attend_kernel(Value* stack, uint64_t, uint64_t num_outputs) {
+// The fast ways in. `second` is what the call returns beside the output, [fields, B, H, N]: nothing, the statistics
+// with key 0 for a sink key, or what a gradient needs.
+template <int64_t fields, float* ForwardArgs::* second>
+void attend_kernel(Value* stack, uint64_t, uint64_t) {
   static const int32_t first_key = 0;
   const AttendInputs in(stack);
   const View q = view(in.q, "q", 4);
   ForwardArgs a{};
-  read_inputs(a, q, view(in.k, "k", 4), view(in.v, "v", 4));
-  read_band(a, in.left, in.right, in.offset);
-  const bool scale_given = in.scale != kNone;
-  a.scale = static_cast<float>(scale_given ? in.scale : 1.0 / std::sqrt(static_cast<double>(a.Dk > 0 ? a.Dk : 1)));
+  in.read(a, q, view(in.k, "k", 4), view(in.v, "v", 4));
   a.sink_keys = &first_key, a.num_sink_keys = a.M > 0 ? 1 : 0;
   RowsOutput out(a.B, a.H, a.N, a.Dv, in.bshd, q.dtype);
   a.out = out.rows;
-  if (num_outputs == 1) {
+  if constexpr (fields == 0) {
     compute(a);
   } else {
-    Output stats = packed_output({int64_t(kFields), a.B, a.H, a.N});
-    a.stats = stats.data<float>();
+    Output rows = packed_output({fields, a.B, a.H, a.N});
+    a.*second = rows.data<float>();
     compute(a);
-    stack[1] = stats.release();
+    stack[1] = rows.release();
   }
   stack[0] = out.tensor.release();
+}
+
+struct AttendResults : Inputs {
+  using Inputs::Inputs;
+  const TensorHandle d_out = tensor(), out = tensor(), saved = tensor();
+};
+
+void attend_backward_kernel(Value* stack, uint64_t, uint64_t) {
+  const AttendResults results(stack);
+  PlainInputs in(results.rest());
+  const int64_t wanted = in.last_integer();
+  const View q = view(in.q, "q", 4), k = view(in.k, "k", 4), v = view(in.v, "v", 4);
+  BackwardArgs back{};
+  ForwardArgs& a = back.call;
+  in.read(a, q, k, v);
+  a.out = rows_of(rows_like(results.out, "out", a, q.dtype));
+  back.d_out = rows_of(rows_like(results.d_out, "d_out", a, q.dtype));
+  back.saved = packed(results.saved, "saved", kSaved, a);
+  RowsOutput d_q = gradient_of(q, wanted & kWantQ), d_k = gradient_of(k, wanted & kWantK);
+  RowsOutput d_v = gradient_of(v, wanted & kWantV);
+  if (wanted & kWantQ) back.d_q = d_q.rows;
+  if (wanted & kWantK) back.d_k = d_k.rows;
+  if (wanted & kWantV) back.d_v = d_v.rows;
+  compute(back);
+  stack[0] = d_q.tensor.release(), stack[1] = d_k.tensor.release(), stack[2] = d_v.tensor.release();
 }
 
 // Runs once, when the library is loaded. A failure must not end the process: ops.py asks for its name.
@@ -528,14 +573,21 @@ const char* register_operators() {
   if (aoti_torch_library_def(definitions, kBiasGradient) != 0) return "poise::bias_gradient";
   if (aoti_torch_library_def(definitions, kAttend) != 0) return "poise::attend";
   if (aoti_torch_library_def(definitions, kAttendObserved) != 0) return "poise::attend_observed";
+  if (aoti_torch_library_def(definitions, kAttendSaved) != 0) return "poise::attend_saved";
+  if (aoti_torch_library_def(definitions, kAttendBackward) != 0) return "poise::attend_backward";
   if (aoti_torch_library_init_impl("poise", "CPU", __FILE__, __LINE__, &kernels) != 0) return "CPU kernels";
   if (torch_library_impl(kernels, "forward", forward_kernel, kTorchAbi) != 0) return "poise::forward on CPU";
   if (torch_library_impl(kernels, "backward", backward_kernel, kTorchAbi) != 0) return "poise::backward on CPU";
   if (torch_library_impl(kernels, "bias_gradient", bias_gradient_kernel, kTorchAbi) != 0)
     return "poise::bias_gradient on CPU";
-  if (torch_library_impl(kernels, "attend", attend_kernel, kTorchAbi) != 0) return "poise::attend on CPU";
-  if (torch_library_impl(kernels, "attend_observed", attend_kernel, kTorchAbi) != 0)
+  if (torch_library_impl(kernels, "attend", attend_kernel<0, &ForwardArgs::stats>, kTorchAbi) != 0)
+    return "poise::attend on CPU";
+  if (torch_library_impl(kernels, "attend_observed", attend_kernel<kFields, &ForwardArgs::stats>, kTorchAbi) != 0)
     return "poise::attend_observed on CPU";
+  if (torch_library_impl(kernels, "attend_saved", attend_kernel<kSaved, &ForwardArgs::saved>, kTorchAbi) != 0)
+    return "poise::attend_saved on CPU";
+  if (torch_library_impl(kernels, "attend_backward", attend_backward_kernel, kTorchAbi) != 0)
+    return "poise::attend_backward on CPU";
   return nullptr;
 }
 const char* const registration_failure = register_operators();
