@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -158,7 +157,8 @@ def run(problem: Problem, impl: Impl | None, stats: bool, layout: str) -> tuple[
         return out.to(problem.q.dtype), packed
     if chosen == "cpu":
         if _grad_enabled() and any(tensor.requires_grad for _, tensor in problem.differentiable()):
-            return training.run(problem, lowered(replace(problem, bias=())), stats, bshd)
+            mask_plan = lower(problem.mask, (), problem.shape, problem.offset, problem.q.device)
+            return training.run(problem, mask_plan, stats, bshd)
         return ops.run(problem, lowered(problem), stats, bshd)
     if chosen == "blockwise":
         if impl is None:

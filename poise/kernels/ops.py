@@ -2,7 +2,7 @@
 
 Loading happens once, on import. Where there is no library (no compiler at install time, or another platform) the import
 succeeds, `why_missing` tells, and `run` refuses; everything else in poise keeps working. Chooses nothing and validates
-nothing that register.cpp checks itself; forward only, so calls that need a gradient or dropout must not come here.
+nothing that register.cpp checks itself; who asks for gradients, and what becomes of them, is training.py's.
 """
 
 from __future__ import annotations

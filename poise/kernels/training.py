@@ -31,7 +31,7 @@ _RESULTS = ("q", "k", "v", "table", "slopes", "scale", "sink")
 def run(problem: Problem, mask_plan: Plan, stats: bool, bshd: bool) -> tuple[Tensor, Tensor | None]:
     """`ops.run`, differentiable in every operand. `mask_plan` is the plan of the mask alone."""
     tensors = operands(problem)
-    out, packed = _Attention.apply(hollow(problem), mask_plan, stats, bshd, *tensors)  # type: ignore[no-untyped-call]
+    out, packed = _Attention.apply(problem, mask_plan, stats, bshd, *tensors)  # type: ignore[no-untyped-call]
     return out, packed
 
 
@@ -46,11 +46,11 @@ def attend(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, shell: Problem, mask_plan: Plan, stats: bool, bshd: bool, *tensors: Tensor
+        ctx: Any, problem: Problem, mask_plan: Plan, stats: bool, bshd: bool, *tensors: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        problem = with_operands(shell, tensors)
         out, packed, saved = ops.forward(problem, _plan(problem, mask_plan), stats, True, bshd)
-        ctx.shell, ctx.mask_plan = shell, mask_plan
+        # The graph holds the operands as saved tensors, where in-place checks and offloading hooks see them.
+        ctx.shell, ctx.mask_plan = hollow(problem), mask_plan
         ctx.save_for_backward(out, saved, packed, *tensors)
         ctx.set_materialize_grads(False)
         return out, packed
