@@ -68,7 +68,11 @@ inline void wait(GradientJob& job, Ready&& ready) {
 template <class Cells, bool STATS, bool FINAL>
 void differentiate_chunk(GradientJob& job, Gradient<Cells, STATS, FINAL>& gradient, int64_t task) {
   const ForwardArgs& args = job.args.call;
-  const int64_t head = task / job.chunks, chunk = task % job.chunks, from = chunk * job.chunk;
+  // A few heads take turns, so that a chunk seldom waits for the one before it; more would need more memory.
+  constexpr int64_t kTogether = 4;
+  const int64_t first = task / (kTogether * job.chunks) * kTogether;
+  const int64_t together = lesser(kTogether, args.B * args.G - first), turn = task - first * job.chunks;
+  const int64_t head = first + turn % together, chunk = turn / together, from = chunk * job.chunk;
   const bool split = job.chunks > 1;
   const uint64_t mine = 1ull << chunk, all = job.chunks == 64 ? ~0ull : (1ull << job.chunks) - 1;
   SharedRows* shared = nullptr;
