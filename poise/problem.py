@@ -10,6 +10,7 @@ Letters: B batch, H query heads, G key/value heads, N queries, M keys, Dk and Dv
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ OffsetLike: TypeAlias = int | Tensor | Literal["start", "end"]
 Layout: TypeAlias = Literal["bhsd", "bshd"]
 
 LAYOUTS = ("bhsd", "bshd")
+_LARGEST = sys.float_info.max
 # Positions reach kernels as 32-bit numbers.
 MAX_OFFSET = 2**31 - 1
 
@@ -311,7 +313,7 @@ def _check_scale(scale: ScaleLike | None, shape: tuple[int, int, int, int], q: T
     if not isinstance(scale, Tensor):
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise TypeError(f"scale must be None, a number or a tensor; got {type(scale).__name__}")
-        if not math.isfinite(scale):
+        if not -_LARGEST <= scale <= _LARGEST:  # math.isfinite takes no symbolic number of a compiler
             raise ValueError(f"scale must be finite; got {scale}. Pass None for 1 / sqrt(head dim)")
         return float(scale)
     if not scale.is_floating_point():
@@ -338,7 +340,7 @@ def _check_softcap(softcap: float | None) -> float | None:
         return None
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise TypeError(f"softcap must be None or a number; got {type(softcap).__name__}")
-    if not (math.isfinite(softcap) and softcap > 0):
+    if not 0 < softcap <= _LARGEST:
         raise ValueError(f"softcap must be positive and finite; got {softcap}. Pass None for no cap")
     return float(softcap)
 

@@ -174,6 +174,17 @@ def test_dropout_is_drawn_anew_by_every_compiled_call(impl: Any) -> None:
 
 
 @pytest.mark.usefixtures("native")
+def test_numbers_may_change_between_compiled_calls() -> None:
+    def scaled(q: Tensor, k: Tensor, v: Tensor, number: float) -> Tensor:
+        return poise.attention(q, k, v, scale=number, softcap=10 * number)
+
+    compiled = torch.compile(scaled, fullgraph=True, backend="aot_eager")
+    q, k, v = inputs()
+    for number in (0.1, 0.2, 0.3):
+        torch.testing.assert_close(compiled(q, k, v, number), scaled(q, k, v, number), rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("native")
 def test_autocast_is_compiled_too() -> None:
     def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
