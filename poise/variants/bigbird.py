@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from poise.mask import Mask, blocks
+from poise.mask import Blocks, Mask
 from poise.nn.attention import Call
 from poise.variants.calls import PLAIN, attend, check_self_attention, refuse
 
@@ -82,7 +82,9 @@ def bigbird_map(count: int, heads: int, random: int, seed: int) -> Tensor:
     return ruled.expand(heads, -1, -1).clone().scatter_(2, chosen.indices, True)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def bigbird_mask(length: int, block: int, heads: int, random: int, seed: int) -> Mask:
-    """The mask of one layer, made of Python numbers so that its lowering is cached."""
-    return blocks(bigbird_map(-(-length // block), heads, random, seed).tolist(), block)
+    """The mask of one layer. It follows from these numbers, which are its key, so that its lowering is cached."""
+    count = -(-length // block)
+    table = bigbird_map(count, heads, random, seed)
+    return Blocks(table[None], block, ("bigbird", count, block, heads, random, seed))
