@@ -3,8 +3,8 @@
 Longformer and BigBird encoders against transformers', from the same random checkpoint, two base-size layers; the causal
 Performer against performer-pytorch, with the same features. A ratio is the peer's median time over ours, both in turns
 in one process. The difference is that of the outputs, by the largest: where blocks are random it is large; and
-performer-pytorch adds constants to its features and sums, which outweigh the sums of its first rows. The peers are no
-dependency of poise; what is not installed is said and left out.
+performer-pytorch adds constants to its features and sums, which outweigh many of them (docs/variants.md). The peers are
+no dependency of poise; what is not installed is said and left out.
 
     pip install transformers
     pip install --no-deps performer-pytorch local-attention hyper-connections torch-einops-utils \
