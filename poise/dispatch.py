@@ -152,7 +152,7 @@ def run(problem: Problem, impl: Impl | None, stats: bool, layout: str) -> tuple[
         return traced.run(problem, chosen, stats, save, bshd)
     if chosen == "cpu" and _transforming():
         return transformed.run(problem, chosen, stats, bshd)
-    if problem.view is not None and not (chosen == "cpu" and ops.reads_in_place(problem)):
+    if problem.view is not None and chosen != "cpu":
         out, packed = run(problem.dense(), chosen, stats, layout)
         return out.to(problem.q.dtype), packed
     if chosen == "cpu":

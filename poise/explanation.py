@@ -83,7 +83,7 @@ def explain(
     batch, heads, queries, keys = problem.shape
     cache = None
     if isinstance(k, KVView):
-        in_place = problem.view is None or (choice.impl == "cpu" and ops.reads_in_place(problem))
+        in_place = problem.view is None or choice.impl == "cpu"
         cache = f"{k.describe()}, " + ("read in place" if in_place else "gathered into ordinary tensors first")
     return Explanation(
         cache=cache,

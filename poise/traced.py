@@ -49,7 +49,7 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *pieces, impl, bshd, stats, save = arguments
     problem = read(Program(*pieces))
     with torch.no_grad():
-        if problem.view is not None and not (impl == "cpu" and ops.reads_in_place(problem)):
+        if impl != "cpu":
             problem = problem.dense()
         if impl == "cpu":
             plan = lower(problem.mask, problem.bias, problem.shape, problem.offset, problem.q.device)

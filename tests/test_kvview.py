@@ -225,11 +225,16 @@ def test_a_nan_among_the_keys_that_are_there_shows(impl: Any) -> None:
     ]
 
 
+@pytest.mark.usefixtures("native")
+def test_explain_tells_that_the_kernels_read_a_cache_in_place() -> None:
+    assert "read in place" in str(poise.explain(torch.randn(4, H, 3, DK), VIEWS["int8 pages"]().view, impl="cpu"))
+
+
 def test_explain_tells_of_the_cache() -> None:
     q = torch.randn(4, H, 3, DK)
     told = str(poise.explain(q, VIEWS["pages"]().view))
     assert "cache    float32 keys in pages of 4, of different lengths" in told
-    assert "read in place" in str(poise.explain(q, VIEWS["even"]().view, impl="cpu"))
+    assert "read in place" in str(poise.explain(q, VIEWS["even"]().view, impl="blockwise"))
     assert "gathered" in str(poise.explain(q, VIEWS["pages"]().view, impl="blockwise"))
 
 

@@ -46,11 +46,6 @@ def isa() -> str:
     return cast(bytes, name).decode()
 
 
-def reads_in_place(problem: Problem) -> bool:
-    """Whether the kernels read this cache's view where it lies; others must be gathered first (Problem.dense)."""
-    return problem.view is None
-
-
 def run(problem: Problem, plan: Plan, stats: bool, bshd: bool = False) -> tuple[Tensor, Tensor | None]:
     """The output [B, H, N, Dv] in q's dtype, and the packed statistics [11, B, H, N] or None.
 
@@ -98,8 +93,14 @@ def arguments(problem: Problem, plan: Plan, stats: bool) -> tuple[Any, ...]:
         _float32(plan.table),
         _float32(plan.slopes),
         sink_keys,
-        *(None,) * 4,  # pages, k_scale, v_scale, keys: a cache's
+        *_cache(problem),
     )
+
+
+def _cache(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None, int | None]:
+    """pages, k_scale, v_scale and keys: what k and v do not say where they are a cache's storage."""
+    view = problem.view
+    return (None, None, None, None) if view is None else (view.pages, view.k_scale, view.v_scale, view.keys)
 
 
 def rows(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from poise.models.checkpoint import Named
 from poise.nn import CAUSAL, Decoder, Visible, linear
-from poise.nn.attention import Cache
+from poise.nn.cache import Cache
 
 # Their names of activations, ours.
 ACTIVATION_NAMES = {

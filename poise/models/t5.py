@@ -27,7 +27,7 @@ from poise.nn import (
     Visible,
     linear,
 )
-from poise.nn.attention import Cache
+from poise.nn.cache import Cache
 
 _SELF, _CROSS = "layer.0.SelfAttention", "layer.1.EncDecAttention"
 

@@ -1,4 +1,4 @@
-"""Building blocks around the operator: projections, positions, multi-head attention, feed-forward, stacks."""
+"""Building blocks around the operator: projections, positions, multi-head attention, feed-forward, stacks, caches."""
 
 from poise.nn.attention import (
     CAUSAL,
@@ -12,6 +12,17 @@ from poise.nn.attention import (
     LogLength,
     MultiHeadAttention,
     Visible,
+)
+from poise.nn.cache import (
+    Cache,
+    CacheFull,
+    GrowingCache,
+    PagedCache,
+    QuantCache,
+    RollingCache,
+    StaticCache,
+    heavy_hitters,
+    sinks_and_recent,
 )
 from poise.nn.feedforward import FeedForward
 from poise.nn.linear import ACTIVATIONS, Linear, linear
@@ -42,6 +53,8 @@ __all__ = [
     "Alibi",
     "Block",
     "BlockConfig",
+    "Cache",
+    "CacheFull",
     "Call",
     "Choice",
     "Decoder",
@@ -49,6 +62,7 @@ __all__ = [
     "EncoderDecoder",
     "Exact",
     "FeedForward",
+    "GrowingCache",
     "KeyValues",
     "Learned",
     "LearnedScale",
@@ -59,17 +73,23 @@ __all__ = [
     "MultiHeadAttention",
     "NTKScaling",
     "Packing",
+    "PagedCache",
     "Placement",
     "Projection",
+    "QuantCache",
     "RMSNorm",
     "RelativeBuckets",
+    "RollingCache",
     "Rotary",
     "Scheme",
     "Sinusoidal",
     "Stack",
+    "StaticCache",
     "TorchMultiheadAttention",
     "Visible",
     "YaRNScaling",
     "from_torch",
+    "heavy_hitters",
     "linear",
+    "sinks_and_recent",
 ]

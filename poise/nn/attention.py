@@ -9,7 +9,7 @@ Letters: B batch, N queries, M keys, C width, H query heads, G key/value heads, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from poise.mask import Mask, causal, keep, lengths
+from poise.nn.cache import Cache
 from poise.nn.linear import Linear
 from poise.nn.norm import RMSNorm
 from poise.nn.positions import Placement, Scheme
@@ -135,23 +136,6 @@ class KeyValues(NamedTuple):
 
     keys: Tensor
     values: Tensor
-
-
-class Cache(Protocol):
-    """What attention asks of a cache of keys and values; poise.nn.cache has several."""
-
-    @property
-    def mask(self) -> Mask:
-        """Who sees whom when the last tokens attend to `view`."""
-
-    def append(self, layer: int, k: Tensor, v: Tensor, counts: Sequence[int] | None = None) -> None:
-        """New keys [B, G, N, Dk] and values [B, G, N, Dv] of one layer; of sequence b the last counts[b]."""
-
-    def lengths(self, layer: int = 0) -> tuple[int, ...]:
-        """How many tokens each sequence has seen; () before the first."""
-
-    def view(self, layer: int) -> Any:
-        """All keys and values of the layer, as `poise.attention(q, view)` reads them."""
 
 
 class MultiHeadAttention(nn.Module):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from poise.nn.attention import CAUSAL, EVERYTHING, EXACT, Cache, Choice, KeyValues, MultiHeadAttention, Visible
+from poise.nn.attention import CAUSAL, EVERYTHING, EXACT, Choice, KeyValues, MultiHeadAttention, Visible
+from poise.nn.cache import Cache
 from poise.nn.feedforward import FeedForward
 from poise.nn.norm import RMSNorm
 from poise.nn.positions import Placement, Scheme
