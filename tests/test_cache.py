@@ -13,7 +13,19 @@ import torch
 from torch import Tensor
 
 import poise
-from poise.nn import Cache, CacheFull, GrowingCache, PagedCache, QuantCache, RollingCache, StaticCache
+from poise.nn import (
+    BlockConfig,
+    Cache,
+    CacheFull,
+    Decoder,
+    GrowingCache,
+    PagedCache,
+    QuantCache,
+    RollingCache,
+    Rotary,
+    StaticCache,
+    Visible,
+)
 from poise.testing import check_out, check_stats, truth
 
 B, H, G, DK, DV, LENGTH = 2, 4, 2, 16, 8, 23
@@ -125,6 +137,19 @@ def test_a_speculative_tree_is_verified_in_one_call_and_the_rest_forgotten(kind:
     again = accepted[text:]
     cache.append(0, k[:, :, again], v[:, :, again])
     assert same(contents(cache), [(path["k"][b], path["v"][b]) for b in range(B)])
+
+
+@pytest.mark.parametrize("kind", [*EXACT, "rolling"])
+def test_a_decoder_generates_through_a_cache_what_it_computes_at_once(kind: str) -> None:
+    config = BlockConfig(32, 4, 48, kv_heads=2, norm="rms", activation="silu", gated=True, bias=False)
+    decoder, x = Decoder(config, 2, positions=Rotary(8)), torch.randn(B, LENGTH, 32)
+    cache, outs = KINDS[kind](), []
+    visible = Visible(causal=True, mask=windowed(6, 2) if kind == "rolling" else None)
+    with torch.no_grad():
+        for part in (slice(0, 15), *(slice(i, i + 1) for i in range(15, LENGTH))):
+            outs.append(decoder(x[:, part], places=torch.arange(LENGTH)[part], cache=cache))
+        expected = decoder(x, visible=visible)
+    torch.testing.assert_close(torch.cat(outs, 1), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_beams_share_pages_until_they_differ() -> None:

@@ -1,7 +1,7 @@
 """Which tokens of a full cache to keep: policies as plain functions, whose answers `cache.keep(layer, kept)` takes.
 
 An answer is bool [B, 1|G, keys], True = keep, with as many tokens in every head of a sequence. What a policy costs in
-output error is measured by examples/eviction.py.
+output error is measured by examples/smaller_caches.py.
 
 Letters: B sequences, H query heads, G key/value heads, M keys.
 """
