@@ -35,10 +35,10 @@ def test_after_an_eviction_attention_is_that_over_the_kept_tokens(kind: str, imp
     cache, _, _ = filled(CACHES[kind])
     k, v = cache.view(0).dense(torch.float32)
     kept = torch.stack([torch.randperm(LENGTH) < 5 for _ in range(B * G)]).view(B, G, LENGTH)
+    left_k, left_v = (x[kept].view(B, G, 5, D) for x in (k, v))
     cache.keep(0, kept)
     assert cache.view(0).lengths.tolist() == [5, 5]
     assert cache.lengths() == (LENGTH, LENGTH)  # the position of the next token is what it was
-    left_k, left_v = (x[kept].view(B, G, 5, D) for x in (k, v))
     q = torch.randn(B, H, 1, D)
     check_out(poise.attention(q, cache.view(0), impl=impl), truth(q=q, k=left_k, v=left_v))
 
