@@ -118,7 +118,8 @@ def _with_sink(problem: Problem, p: Tensor, lse: Tensor, visible: Tensor) -> Ten
     if problem.sink is None:
         return p
     lse = torch.where(torch.isneginf(lse), 0.0, lse)  # an empty row has no weights anyway
-    share = torch.sigmoid(lse - problem.sink[:, None])
+    # The sigmoid by its logarithm, whose derivative is right also where next to nothing goes to the sink.
+    share = torch.nn.functional.logsigmoid(lse - problem.sink[:, None]).exp()
     return torch.where(visible, p * share[..., None], 0.0)
 
 

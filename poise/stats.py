@@ -153,9 +153,15 @@ class ScoreStats:
 
     @property
     def std(self) -> Tensor:
-        """sqrt((1/n) sum (s - mean)^2) over the visible keys, unweighted ("attention logit std"). Empty: 0."""
+        """sqrt((1/n) sum (s - mean)^2) over the visible keys, unweighted ("attention logit std"). Empty: 0.
+
+        0, without a gradient, also where the scores differ by nothing but rounding: a square root makes of that
+        a slope as steep as that of any other row, in no direction.
+        """
         var = self._field("var")
-        flat = var <= 0  # where the square root has no derivative; false for NaN, which must show
+        size = self._filled(self._field("max_score")).abs() + self._filled(self._field("min_score")).abs()
+        rounding = (4 * torch.finfo(var.dtype).eps * size.detach()).square()
+        flat = ((self.count <= 1) | (var <= rounding)) & var.isfinite()  # NaN must show
         return torch.where(flat, 0.0, torch.where(flat, 1.0, var).sqrt())
 
     @property

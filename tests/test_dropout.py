@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import poise
 from poise import dropout, reference
 from poise.problem import prepare
 
@@ -102,3 +103,78 @@ class TestInTheReference:
         tensors = doubles((1, 2, 5, 3), (1, 2, 9, 3), (1, 2, 9, 3))
         packed = [reference.run(prepare(*tensors, dropout=p), True)[1] for p in (0.0, 0.5)]
         assert torch.equal(*packed)
+
+
+def weights_of(impl: str, seed: int, p: float, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The weights [2, 4, 96, 128] that an implementation mixes values with, all 1/128 but for dropout."""
+    q, k = torch.zeros(2, 4, 96, 8, dtype=dtype), torch.randn(2, 2, 128, 8).to(dtype)
+    values = torch.eye(128, dtype=dtype).expand(2, 2, 128, 128)  # an output is its row's weights
+    torch.manual_seed(seed)
+    return poise.attention(q, k, values, dropout=p, impl=impl)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_every_implementation_drops_the_same_weights(p, dtype, impl):
+    torch.manual_seed(3)
+    kept = dropout.all_heads(dropout.draw_seed(), 2, 4, torch.arange(96), torch.arange(128), p)
+    weights = weights_of(impl, 3, p, dtype=dtype)
+    assert torch.equal(weights != 0, kept)
+    rounded = torch.tensor(1 / 128 / (1 - p)).to(dtype)
+    torch.testing.assert_close(weights[kept], rounded.expand(int(kept.sum())), rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_the_backward_pass_drops_what_the_forward_pass_dropped(impl):
+    q, k, v = torch.zeros(1, 1, 96, 8), torch.randn(1, 1, 128, 8), torch.randn(1, 1, 128, 96).requires_grad_()
+    torch.manual_seed(4)
+    out = poise.attention(q, k, v, dropout=0.3, impl=impl)
+    (gradient,) = torch.autograd.grad(out, v, torch.eye(96)[None, None])  # of v_j in dim i: the weight of i and j
+    torch.manual_seed(4)
+    kept = dropout.all_heads(dropout.draw_seed(), 1, 1, torch.arange(96), torch.arange(128), 0.3)
+    assert torch.equal(gradient.mT != 0, kept)
+
+
+class TestStatistics:
+    """Seeds are fixed, so these always pass or always fail; the probability is that of an ideal generator failing."""
+
+    SEEDS = range(8)
+
+    @pytest.fixture(params=[0.1, 0.5])
+    def drawn(self, impl, request):
+        """p, and for 8 seeds which weights were kept: [8, 2, 4, 96, 128]."""
+        return request.param, torch.stack([weights_of(impl, seed, request.param) != 0 for seed in self.SEEDS]).double()
+
+    def test_the_mean_is_that_of_the_keep_rate(self, drawn):
+        """786432 draws, 5 deviations: false alarm 6e-7."""
+        p, kept = drawn
+        assert abs(float(kept.mean()) - (1 - p)) < 5 * math.sqrt(p * (1 - p) / kept.numel())
+
+    def test_the_number_kept_per_row_varies_as_a_binomial_does(self, drawn):
+        """6144 rows of 128: the sum of squared deviations is near chi-square, 6 of its deviations: false alarm 1e-7."""
+        p, kept = drawn
+        counts = kept.sum(-1)
+        squares = (counts - 128 * (1 - p)).square() / (128 * p * (1 - p))
+        excess = (1 - 6 * p * (1 - p)) / (128 * p * (1 - p))  # of a binomial's fourth moment over a normal's
+        assert abs(float(squares.mean()) - 1) < 6 * math.sqrt((2 + excess) / counts.numel())
+
+    @pytest.mark.parametrize("distance", [1, 2, 3, 4])
+    @pytest.mark.parametrize("what", ["seeds", "heads", "queries", "keys"])
+    def test_neighbours_are_independent(self, drawn, what, distance):
+        """At least 90000 pairs of draws each, correlation within 5.5 deviations: false alarm 4e-8 a test."""
+        p, kept = drawn
+        centred = ((kept - (1 - p)) / math.sqrt(p * (1 - p))).flatten(1, 2)  # the heads of the second sequence follow
+        axis = ["seeds", "heads", "queries", "keys"].index(what)
+        length = centred.shape[axis]
+        products = centred.narrow(axis, 0, length - distance) * centred.narrow(axis, distance, length - distance)
+        assert abs(float(products.mean())) < 5.5 / math.sqrt(products.numel())
+
+    def test_the_mean_over_seeds_is_the_output_without_it(self, impl):
+        """2560 outputs, each within 6 deviations: false alarm 5e-6."""
+        q, k, v = (torch.randn(1, 2, n, 32) for n in (40, 50, 50))
+        outs = []
+        for seed in range(100):
+            torch.manual_seed(seed)
+            outs.append(poise.attention(q, k, v, dropout=0.3, impl=impl).double())
+        weights = poise.scores(q, k, stage="prob").double()
+        deviation = (weights.square() @ v.double().square() * 0.3 / 0.7 / len(outs)).sqrt()
+        assert ((torch.stack(outs).mean(0) - poise.attention(q, k, v)).abs() < 6 * deviation).all()

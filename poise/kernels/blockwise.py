@@ -268,8 +268,8 @@ def _attend(
 
     weights = p = selected(torch.softmax(s, -1))
     if part.sink is not None:
-        # The keys' share, e^lse / (e^lse + e^sink), in the form that can't overflow.
-        share = torch.sigmoid(_log_sum_exp(s) - part.sink[:, None])
+        # The keys' share, e^lse / (e^lse + e^sink), in the form that can't overflow and whose derivative can't vanish.
+        share = torch.nn.functional.logsigmoid(_log_sum_exp(s) - part.sink[:, None]).exp()
         weights = selected(p * share[..., None])
     if part.dropout:
         weights = torch.where(_kept(part, tile), weights, 0.0)

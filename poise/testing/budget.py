@@ -12,6 +12,7 @@ No case is judged by a hand-tuned tolerance.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,19 +44,19 @@ def truth(**arguments: Any) -> Truth:
     problem = prepare(**arguments)
     exact = double(problem)
     out, packed = reference.run(exact, True)
-    single = problem if problem.q.dtype != torch.float64 else _convert(problem, torch.float32)
+    single = problem if problem.q.dtype != torch.float64 else converted(problem, torch.float32)
     _, naive_packed = reference.run(single, True)
     assert packed is not None
     assert naive_packed is not None
     amplify = 1.0 if single is problem else torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     layout = arguments.get("layout", "bhsd")
-    naive_out, size = _naive(single).double(), _largest_score(exact, packed)
+    naive_out, size = _naive(single).double(), largest_score(exact, packed)
     return Truth(problem, layout, out, packed, naive_out, naive_packed.double(), size, amplify)
 
 
 def double(problem: Problem) -> Problem:
     """The same call with every tensor in float64: what it means exactly."""
-    return _convert(problem, torch.float64)
+    return converted(problem, torch.float64)
 
 
 def check_out(out: Tensor, truth: Truth) -> None:
@@ -70,7 +71,8 @@ def check_out(out: Tensor, truth: Truth) -> None:
     if problem.q.dtype == torch.float64:  # the truth is rounded to the same precision: its scores are off as well
         largest = max([0.0, *problem.v[problem.v.isfinite()].abs().tolist()])
         slack = 2 * largest * 4 * torch.finfo(torch.float64).eps * truth.largest_score[..., None]
-    _check("out", got, truth.out.to(problem.q.dtype).double(), truth, truth.out, truth.naive_out, slack)
+    eps = torch.finfo(problem.q.dtype).eps
+    check_within("out", got, truth.out, truth.naive_out, problem.q.dtype, eps, truth.amplify, slack)
 
 
 def check_stats(packed: Tensor, truth: Truth) -> None:
@@ -80,12 +82,13 @@ def check_stats(packed: Tensor, truth: Truth) -> None:
     assert packed.shape[0] == len(FIELDS), f"packed is {list(packed.shape)}"
     assert packed.numel() == truth.packed.numel(), f"packed is {list(packed.shape)}, not {list(truth.packed.shape)}"
     got = packed.reshape(truth.packed.shape).double()
-    slack = _slack(truth, 4 * torch.finfo(dtype).eps)
+    eps = torch.finfo(dtype).eps
+    slack = _slack(truth, 4 * eps)
     problems = []
     for index, name in enumerate(FIELDS):
-        exact = truth.packed[index]
+        exact, naive = truth.packed[index], truth.naive_packed[index]
         try:
-            _check(name, got[index], exact.to(dtype).double(), truth, exact, truth.naive_packed[index], slack[name])
+            check_within(name, got[index], exact, naive, dtype, eps, truth.amplify, slack[name])
         except AssertionError as error:
             problems.append(str(error))
     assert not problems, "; ".join(problems)
@@ -98,8 +101,21 @@ def relative_l2(out: Tensor, truth: Truth) -> float:
     return float((got - truth.out)[finite].norm() / truth.out[finite].norm().clamp_min(1e-300))
 
 
-def _check(name: str, got: Tensor, rounded: Tensor, truth: Truth, exact: Tensor, naive: Tensor, slack: Tensor) -> None:
-    """`rounded` is the exact value in the result's dtype: it says what must be NaN or infinite."""
+def check_within(
+    name: str,
+    got: Tensor,
+    exact: Tensor,
+    naive: Tensor,
+    dtype: torch.dtype,
+    eps: float,
+    amplify: float = 1.0,
+    slack: Tensor | None = None,
+) -> None:
+    """Raises AssertionError unless |got - exact| - slack <= 2 amplify max|naive - exact| + 4 eps max|exact|.
+
+    All are float64; `dtype` is that of the result: the exact value rounded to it says what must be NaN or infinite.
+    """
+    rounded = exact.to(dtype).double()
     # Where the naive computation leaves the range of its numbers on the way to a finite value, nothing can be asked.
     asked = ~(exact.isfinite() & (naive.isnan() | (naive.isinf() & rounded.isfinite())))
     nan = asked & (got.isnan() != rounded.isnan())
@@ -109,10 +125,9 @@ def _check(name: str, got: Tensor, rounded: Tensor, truth: Truth, exact: Tensor,
     compared = asked & rounded.isfinite()
     if not bool(compared.any()):
         return
-    dtype = truth.problem.q.dtype if name == "out" else (torch.float64 if truth.amplify < 1 else torch.float32)
     size = exact[compared].abs().amax()
-    allowed = 2 * truth.amplify * (naive - exact)[compared].abs().amax() + 4 * torch.finfo(dtype).eps * size
-    excess = (got - exact).abs() - slack.to(exact.dtype)
+    allowed = 2 * amplify * (naive - exact)[compared].abs().amax() + 4 * eps * size
+    excess = (got - exact).abs() - (0.0 if slack is None else slack.to(exact.dtype))
     wrong = compared & ~(excess <= allowed)
     assert not bool(wrong.any()), (
         f"{name}: off by {float((got - exact).abs()[wrong].amax()):.3g}, budget {float(allowed):.3g}; "
@@ -143,7 +158,7 @@ def _slack(truth: Truth, eps: float) -> dict[str, Tensor]:
     return {name: slack.get(name, delta).nan_to_num(0.0) for name in FIELDS}
 
 
-def _largest_score(exact: Problem, packed: Tensor) -> Tensor:
+def largest_score(exact: Problem, packed: Tensor) -> Tensor:
     """The size of a row's scores that rounding sees, [B, H, N]: max |scale| sum |q||k|, or |s|, over visible keys."""
     rows, cols = (torch.arange(length) for length in exact.shape[2:])
     visible = ~torch.isneginf(reference.score_tile(exact, rows, cols, "biased"))
@@ -175,21 +190,28 @@ def _naive(problem: Problem) -> Tensor:
     return (p[..., None] * torch.where(visible[..., None], v[..., None, :, :], 0.0)).sum(-2).to(problem.q.dtype)
 
 
-def _convert(problem: Problem, dtype: torch.dtype) -> Problem:
-    def converted(term: Bias) -> Bias:
+def converted(problem: Problem, dtype: torch.dtype) -> Problem:
+    """The same call with every tensor in another dtype."""
+    return with_tensors(problem, lambda tensor: tensor.to(dtype))
+
+
+def with_tensors(problem: Problem, change: Callable[[Tensor], Tensor]) -> Problem:
+    """The same call with every tensor of `problem.differentiable()` changed, one after the other in its order."""
+
+    def changed(term: Bias) -> Bias:
         if isinstance(term, Dense):
-            return Dense(term.tensor.to(dtype))
+            return Dense(change(term.tensor))
         if isinstance(term, Alibi):
-            return Alibi(term.slopes.to(dtype))
+            return Alibi(change(term.slopes))
         assert isinstance(term, Relative), type(term)
-        return Relative(term.table.to(dtype))
+        return Relative(change(term.table))
 
     return replace(
         problem,
-        q=problem.q.to(dtype),
-        k=problem.k.to(dtype),
-        v=problem.v.to(dtype),
-        bias=tuple(converted(term) for term in problem.bias),
-        scale=problem.scale.to(dtype) if isinstance(problem.scale, Tensor) else problem.scale,
-        sink=None if problem.sink is None else problem.sink.to(dtype),
+        q=change(problem.q),
+        k=change(problem.k),
+        v=change(problem.v),
+        bias=tuple(changed(term) for term in problem.bias),
+        scale=change(problem.scale) if isinstance(problem.scale, Tensor) else problem.scale,
+        sink=None if problem.sink is None else change(problem.sink),
     )

@@ -5,8 +5,9 @@
     python tests/native/cases.py check results.bin
 
 `dump` writes the arguments that poise::forward would get for every case of poise.testing, each tensor with its own
-strides and no byte more than it reaches. `check` compares results with the exact answers, within the error budget. The
-native library is not needed for either. The format is described in driver.cpp.
+strides and no byte more than it reaches, and what comes back to the results in a backward call. `check` compares
+results and gradients with the exact ones, within the error budget. The native library is not needed for either. The
+format is described in driver.cpp.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch import Tensor
 from poise import testing
 from poise.dispatch import lowered
 from poise.kernels import ops
-from poise.problem import prepare
+from poise.problem import Problem, prepare
+from poise.score import Alibi, Dense, Relative
+from poise.stats import FIELDS
 
 NAMES = (
     *("q", "k", "v", "scale", "scale_rows", "softcap", "sink", "dropout", "seed", "left", "right"),
@@ -64,6 +67,9 @@ def dump(path: Path) -> None:
             _write(file, "case", TEXT, b"", f"{name}/{str(dtype).removeprefix('torch.')}".encode())
             for argument, value in zip(NAMES, arguments, strict=True):
                 _write_argument(file, argument, value)
+            incoming = _incoming(problem)
+            _write_argument(file, "d_out", incoming.out)
+            _write_argument(file, "d_stats", incoming.packed)
             count += 1
     print(f"{count} cases in {path}; {left_out} with enormous strides left out")
 
@@ -84,6 +90,8 @@ def check(path: Path) -> int:
                 testing.check_out(out.transpose(-3, -2) if layout == "bshd" else out, truth)
             packed = torch.frombuffer(results["stats"], dtype=torch.float32) if results["stats"] else torch.empty(0)
             testing.check_stats(packed.reshape(truth.packed.shape), truth)
+            exact = testing.gradient_truth(incoming=_incoming(truth.problem), **call)
+            testing.check_gradients(_gradients(results, exact), exact)
         except AssertionError as error:
             failures += 1
             print(f"FAIL {case}: {error}")
@@ -97,6 +105,41 @@ def _cases() -> Iterator[tuple[str, torch.dtype]]:
 
 def _call(name: str, dtype: torch.dtype) -> dict[str, Any]:
     return {"sink_keys": (0,), **testing.arguments(name, dtype)}
+
+
+def _incoming(problem: Problem) -> testing.Incoming:
+    """What comes back to a call's output, and to those packed statistics that have a derivative."""
+    generator = torch.Generator().manual_seed(7)
+    rows = problem.shape[:3]
+    out = torch.randn((*rows, problem.v.shape[-1]), generator=generator).to(problem.q.dtype)
+    fields = {name: torch.randn(rows, generator=generator) for name in FIELDS}
+    fields |= {name: torch.zeros(rows) for name in ("max_logit", "min_score", "count")}
+    # Fields that count from the largest score: what they say does not depend on it, nor may the whole.
+    fields["max_score"] = fields["log_sum"] + fields["shift"]
+    return testing.Incoming(out, {}, torch.stack([fields[name] for name in FIELDS]))
+
+
+def _gradients(results: dict[str, bytearray], truth: testing.GradientTruth) -> dict[str, Tensor]:
+    """The driver's results as gradients of the operands; the exact one where a plan has merged several into one."""
+    problem, gradients = truth.problem, {}
+    tensors = dict(zip(truth.exact, (tensor for _, tensor in problem.differentiable()), strict=True))
+    kinds = [type(term) for term in problem.bias]
+    dense = 0
+    for name, tensor in tensors.items():
+        kind = kinds[int(name.removeprefix("bias"))] if name.startswith("bias") else None
+        record = {Alibi: "d_slopes", Relative: "d_table", None: f"d_{name}"}.get(kind, f"d_bias{dense}")
+        dense += kind is Dense
+        dtype = tensor.dtype if name in ("q", "k", "v") else torch.float32
+        data = results.get(record, bytearray())
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        if name == "scale":
+            flat = flat.reshape(problem.shape[:3]).sum_to_size(tensor.shape)
+        elif name == "sink":
+            flat = flat.reshape(problem.shape[:3]).sum((0, 2))
+        elif kind is not None and (kinds.count(kind) > (2 if kind is Dense else 1) or flat.numel() != tensor.numel()):
+            flat = truth.exact[name]  # replayed all the same; test_gradients.py compares such
+        gradients[name] = flat.reshape(tensor.shape).to(tensor.dtype)
+    return gradients
 
 
 def _reach(tensor: Tensor) -> int:

@@ -1,13 +1,15 @@
-// Replays dumped calls through poise::forward, without torch or Python: what sanitizers and emulators can run.
+// Replays dumped calls, forward and backward, without torch or Python: what sanitizers and emulators can run.
 //
 //   driver cases.bin results.bin      (POISE_ISA chooses the instruction set)
 //
-// Every case runs on one worker and on three, in both output layouts, which must agree to the bit, and without
-// statistics. The results go to a file that cases.py, which wrote the cases, compares with the exact answers; exit
-// status 1 if a run disagrees with another.
+// Every case runs forward on one worker and on three, in both output layouts, which must agree to the bit, and without
+// statistics; then backward on one worker and on three, with and without what comes back to statistics. The results go
+// to a file that cases.py, which wrote the cases, compares with the exact answers; exit status 1 if a run disagrees
+// with another.
 //
 // Files: records, each the lengths of its name, its type and its dims; name, sizes, strides (in elements), bytes. A
-// record "case" opens a case and names it; the others are the arguments of poise::forward, or its results.
+// record "case" opens a case and names it; the others are the arguments of poise::forward, d_out and d_stats, or
+// results.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -18,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "forward.h"
+#include "backward.h"
 
 namespace {
 
@@ -196,6 +198,70 @@ void write_record(std::FILE* file, const std::string& name, uint32_t type, const
   put(file, bytes, num_bytes);
 }
 
+using Gradients = std::map<std::string, std::vector<unsigned char>>;  // by the name of the record
+
+// Every result starts as NaN, as outputs do.
+Gradients differentiate(const Case& c, ForwardArgs a, int workers, bool watched) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const int64_t rows = a.B * a.H * a.N, size = a.dtype == Dtype::f32 ? 4 : 2;
+  std::vector<float> stats(kFields * rows, nan), saved(kSaved * rows, nan);
+  a.saved = saved.data();
+  const std::vector<unsigned char> out = output(a, workers, false, stats.data());
+  BackwardArgs back{};
+  back.call = a;
+  back.call.out = {out.data(), a.H * a.N * a.Dv, a.N * a.Dv, a.Dv};
+  back.call.saved = nullptr;
+  if (!watched) back.call.stats = nullptr;
+  back.saved = saved.data();
+  back.d_out = rows_of(c.at("d_out"));
+  back.d_stats = watched ? c.data<float>("d_stats") : nullptr;
+  Gradients results;
+  const auto memory = [&](const char* name, int64_t bytes) {
+    std::vector<unsigned char>& made = results[name];
+    made.assign(bytes, 0xff);
+    return made.data();
+  };
+  const auto packed = [&](const char* name, int64_t b, int64_t h, int64_t n, int64_t d) {
+    return Rows{memory(name, b * h * n * d * size), h * n * d, n * d, d};
+  };
+  const auto floats = [&](const char* name, int64_t count) {
+    return reinterpret_cast<float*>(memory(name, 4 * count));
+  };
+  back.d_q = packed("d_q", a.B, a.H, a.N, a.Dk);
+  back.d_k = packed("d_k", a.B, a.G, a.M, a.Dk);
+  back.d_v = packed("d_v", a.B, a.G, a.M, a.Dv);
+  if (a.table) back.d_table = floats("d_table", a.H * (2 * a.table_radius + 1));
+  if (a.slopes) back.d_slopes = floats("d_slopes", a.H);
+  if (a.scale_rows) back.d_scale = floats("d_scale", rows);
+  if (a.sink) back.d_sink = floats("d_sink", rows);
+  const Threads threads{workers, sequentially};
+  const char* error = a.B != 0 && a.H != 0 ? backward(back, threads) : nullptr;
+  for (int n = 0; n < a.num_biases && error == nullptr && rows * a.M != 0; ++n) {
+    const DenseBias& dense = a.biases[n];
+    DenseBiasGradient bias{nullptr, {dense.b ? a.B : 1, dense.h ? a.H : 1, dense.n ? a.N : 1, dense.m ? a.M : 1}};
+    const std::string name = "d_bias" + std::to_string(n);
+    bias.data = floats(name.c_str(), bias.sizes[0] * bias.sizes[1] * bias.sizes[2] * bias.sizes[3]);
+    error = bias_gradient(back, bias, threads);
+  }
+  if (error != nullptr) {
+    std::fprintf(stderr, "driver: %s\n", error);
+    std::exit(2);
+  }
+  return results;
+}
+
+bool replay_backward(const Case& c, const ForwardArgs& a, std::FILE* results) {
+  bool same = true;
+  for (const bool watched : {false, true}) {
+    const Gradients gradients = differentiate(c, a, 1, watched);
+    same &= gradients == differentiate(c, a, 3, watched);
+    if (!watched) continue;
+    for (const auto& [name, bytes] : gradients) write_record(results, name, c.at("q").type, bytes.data(), bytes.size());
+  }
+  if (!same) std::printf("FAIL %s: a gradient depends on the number of workers\n", c.name.c_str());
+  return same;
+}
+
 bool replay(const Case& c, std::FILE* results) {
   const ForwardArgs a = arguments(c);
   const Result result = run(a, 1, false);
@@ -205,7 +271,8 @@ bool replay(const Case& c, std::FILE* results) {
   write_record(results, "stats", kF32, result.stats.data(), 4 * result.stats.size());
   const bool workers = same_bits(c, "the number of workers", result, run(a, 3, false));
   const bool layout = same_bits(c, "the output's layout", result, run(a, 1, true));
-  return workers && layout;
+  const bool gradients = replay_backward(c, a, results);
+  return workers && layout && gradients;
 }
 
 }  // namespace

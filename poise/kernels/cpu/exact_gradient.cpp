@@ -32,9 +32,9 @@ struct Query {
 // What one visible pair contributes.
 struct Pair {
   bool visible;
-  double logit;        // z
-  double p, to_value;  // weight, and what dropout makes of it
-  double d_raw;        // the gradient of z
+  double logit;           // z
+  double p, to_value;     // weight, and what dropout makes of it
+  double d_score, d_raw;  // the gradients of s and of z
 };
 
 class Call {
@@ -52,7 +52,10 @@ class Call {
     const double top = back_.saved[kSavedTop * step + place], log = back_.saved[kSavedLog * step + place];
     const double largest = back_.products ? top * std::fabs(query.scale) : top;
     query.lse = log == log ? largest + log * kLogOf2 : known_lse(query);
-    if (back_.d_stats) query.terms = score_terms(back_, block.b, block.h, i, (float)log);
+    if (back_.d_stats) {
+      const double relative = log == log ? log : (query.lse - args_.stats[kMaxScore * step + place]) / kLogOf2;
+      query.terms = score_terms(back_, block.b, block.h, i, (float)relative);
+    }
     return query;
   }
 
@@ -106,7 +109,7 @@ class Call {
         if (args_.sink_keys[s] == j) inner += terms.sink;
       plain = terms.plain + u * terms.plain_linear;
     }
-    pair.d_raw = pair.p * inner + plain;
+    pair.d_raw = pair.d_score = pair.p * inner + plain;
     if (args_.softcap != 0.0f) {
       const double y = std::tanh(pair.logit / args_.softcap);
       pair.d_raw *= 1.0 - y * y;
@@ -217,6 +220,56 @@ void exact_key_gradient(const BackwardArgs& back, int64_t b, int64_t kv_head, in
       }
     }
   put_row(args, key ? back.d_k : back.d_v, b, kv_head, n, sums);
+}
+
+float exact_bias_gradient(const BackwardArgs& back, const int64_t* sizes, const int64_t* at) {
+  const ForwardArgs& args = back.call;
+  const int64_t all[4] = {args.B, args.H, args.N, args.M};
+  int64_t from[4], to[4];  // what the entry was broadcast to
+  for (int axis = 0; axis < 4; ++axis) {
+    from[axis] = sizes[axis] > 1 ? at[axis] : 0;
+    to[axis] = sizes[axis] > 1 ? at[axis] + 1 : all[axis];
+  }
+  Call call(back);
+  double sum = 0.0;
+  for (int64_t b = from[0]; b < to[0]; ++b)
+    for (int64_t h = from[1]; h < to[1]; ++h)
+      for (int64_t i = from[2]; i < to[2] && sum == sum; ++i) {
+        const Block block = make_block(args, b, h, i / kTile * kTile);
+        const int64_t r = i - block.first;
+        if (block.low[r] >= to[3] || block.high[r] <= from[3]) continue;
+        const Query query = call.query(block, i);
+        call.for_visible(query, from[3], to[3], [&](int64_t j) {
+          sum += call.pair(query, j).d_score;  // 0 if it is hidden after all
+          return sum == sum;
+        });
+      }
+  return (float)sum;
+}
+
+void exact_distance_gradients(const BackwardArgs& back, int64_t b, int64_t h, int64_t from, int64_t to, float* table,
+                              float* slope) {
+  const ForwardArgs& args = back.call;
+  const int64_t radius = args.table_radius;
+  std::vector<double> sums(2 * radius + 1, 0.0);
+  double slopes = 0.0;
+  Call call(back);
+  for (int64_t i = 0; i < args.N; ++i) {
+    const Block block = make_block(args, b, h, i / kTile * kTile);
+    const int64_t r = i - block.first;
+    if (block.low[r] >= to || block.high[r] <= from) continue;
+    const Query query = call.query(block, i);
+    call.for_visible(query, from, to, [&](int64_t j) {
+      const int64_t distance = j - (block.position + r);
+      const double d_score = call.pair(query, j).d_score;
+      sums[lesser(greater(distance, -radius), radius) + radius] += d_score;
+      slopes -= d_score * (double)(distance < 0 ? -distance : distance);
+      return true;
+    });
+  }
+  if (table)
+    for (size_t x = 0; x < sums.size(); ++x) table[x] = (float)sums[x];
+  if (slope) *slope = (float)slopes;
 }
 
 }  // namespace poise

@@ -97,7 +97,7 @@ struct Gradient {
   int vecs[kGroups];
   bool touched[kGroups];
   float scale[kTile], sign[kTile];   // as the forward pass splits a query's scale
-  float top[kTile], log_sum[kTile];  // what it saved; top is +inf for a row without keys: its weights are 0
+  float top[kTile], log_sum[kTile];  // what it saved; log_sum is inf for a row without keys: its weights are 0
   float delta[kTile];
   RowTerms terms;
   bool curved;                   // whether any row has more than constant and linear terms
@@ -105,7 +105,7 @@ struct Gradient {
   const char *k, *v, *k_mix;     // from its first key on
   int64_t k_row, v_row, k_mix_row;
   int k_cells, v_cells, k_dims, k_wide, v_wide;
-  float slope_sum;
+  double slope_sum;
   uint64_t kept_words[kSegment];  // per key of a piece: the lanes whose weight dropout keeps
   float* bias_sum = nullptr;      // dS as it is, [kTile, bias_row], if wanted
   int64_t bias_row = 0;
@@ -162,7 +162,7 @@ struct Gradient {
 
   void begin_head() {
     if (args.table) memset(scratch.table_sum, 0, 4 * (size_t)(2 * args.table_radius + 1));
-    slope_sum = 0.0f;
+    slope_sum = 0.0;
   }
 
   // Whether any query of the block from `first` on may see a key of the chunk; fills `block`.
@@ -274,8 +274,14 @@ struct Gradient {
 
   void finish_head(int64_t chunk, int64_t chunks, int64_t h) {
     const int64_t place = (b * chunks + chunk) * args.H + h, columns = 2 * args.table_radius + 1;
-    if (back.d_table) memcpy(back.d_table + place * columns, scratch.table_sum, 4 * (size_t)columns);
-    if (back.d_slopes) back.d_slopes[place] = slope_sum;
+    float* const table = back.d_table ? back.d_table + place * columns : nullptr;
+    float* const slope = back.d_slopes ? back.d_slopes + place : nullptr;
+    float taint = 0.0f;
+    if (table) memcpy(table, scratch.table_sum, 4 * (size_t)columns);
+    if (slope) *slope = (float)slope_sum;
+    for (int64_t x = 0; table && x < columns; ++x) taint += table[x] - table[x];
+    if (slope) taint += *slope - *slope;
+    if (taint != 0.0f) exact_distance_gradients(back, b, h, from, to, table, slope);  // NaN is not 0 either
   }
 
   void finish_chunk() {
@@ -302,7 +308,7 @@ struct Gradient {
         mine = args.scale_rows[b * args.scale_b + h * args.scale_h + n * args.scale_n];
       sign[r] = mine < 0 ? -1.0f : mine == 0 ? 0.0f : 1.0f;
       scale[r] = mine < 0 ? -mine : mine == 0 ? 1.0f : mine;
-      top[r] = kInf, log_sum[r] = 0.0f, delta[r] = 0.0f;
+      top[r] = 0.0f, log_sum[r] = kInf, delta[r] = 0.0f;
       if (r >= block.queries) continue;
       const float saved = back.saved[saved_place(args, kSavedTop, b, h, n)];
       if (saved != -kInf) top[r] = saved, log_sum[r] = back.saved[saved_place(args, kSavedLog, b, h, n)];
@@ -331,6 +337,13 @@ struct Gradient {
       terms.own[r] = mine.own, terms.sink[r] = mine.sink;
       terms.plain[r] = mine.plain, terms.plain_linear[r] = mine.plain_linear, terms.shift[r] = mine.shift;
       curved |= mine.square != 0.0f || mine.own != 0.0f || mine.plain != 0.0f || mine.plain_linear != 0.0f;
+    }
+    if (FINAL) return;
+    // The reference is rounded: it is not where the largest score lies, from which the shift counts (docs/state.md).
+    for (int r = 0; r < kTile; r += W) {
+      const vf slope = load(scale + r) * splat(kLog2e), reference = load(top + r) * slope;
+      const vf off = multiply_add(load(top + r), slope, -reference) * splat(kLn2);
+      store(terms.shift + r, load(terms.shift + r) + off);
     }
   }
 
@@ -714,7 +727,7 @@ struct Gradient {
     for (int x = 0; x < kStrip; ++x) {
       const int64_t distance = first - x;
       if (back.d_table) scratch.table_sum[lesser(greater(distance, -radius), radius) + radius] += sums[x];
-      if (back.d_slopes) slope_sum -= sums[x] * (float)(distance < 0 ? -distance : distance);
+      if (back.d_slopes) slope_sum -= (double)sums[x] * (double)(distance < 0 ? -distance : distance);
     }
   }
 
@@ -723,9 +736,9 @@ struct Gradient {
   void finish_sink() {
     for (int r = 0; r < block.queries; ++r) {
       const float sink = args.sink[block.h], largest = FINAL ? top[r] : top[r] * scale[r];
-      const bool empty = top[r] == kInf;  // all of the weight, and no output
+      const bool all = log_sum[r] == kInf;  // of the weight: there is no output that it could change
       const float t = (sink - largest) * kLog2e - log_sum[r];
-      const float share = empty || sink == -kInf ? 0.0f : exp2_of(splat(t))[0];
+      const float share = all || sink == -kInf ? 0.0f : exp2_of(splat(t))[0];
       back.d_sink[(b * args.H + block.h) * args.N + block.first + r] = share == 0.0f ? 0.0f : -share * delta[r];
     }
   }

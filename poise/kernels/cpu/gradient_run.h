@@ -154,14 +154,16 @@ void differentiate_bias(GradientJob& job, Gradient<Cells, STATS, FINAL>& gradien
   }
   for (int64_t n = 0; n < (sizes[2] > 1 ? queries : lesser<int64_t>(1, queries)); ++n) {
     const float* mine = sums + n * row;
-    float* to = out + (sizes[2] > 1 ? first + n : 0) * sizes[3];
+    int64_t at[4] = {batch, head, sizes[2] > 1 ? first + n : 0, from};
+    float* to = out + at[2] * sizes[3] + from;
     if (sizes[3] > 1) {
-      memcpy(to + from, mine, 4 * (size_t)keys);
+      memcpy(to, mine, 4 * (size_t)keys);
     } else {
-      float total = 0.0f;
-      for (int64_t m = 0; m < keys; ++m) total += mine[m];
-      *to = total;
+      *to = 0.0f;
+      for (int64_t m = 0; m < keys; ++m) *to += mine[m];
     }
+    for (int64_t m = 0; m < (sizes[3] > 1 ? keys : 1); ++m, ++at[3])
+      if (!(to[m] - to[m] == 0.0f)) to[m] = exact_bias_gradient(gradient.back, sizes, at);
   }
 }
 

@@ -32,7 +32,7 @@ inline ScoreTerms score_terms(const BackwardArgs& back, int64_t b, int64_t h, in
                            from_collision * value(kCollision) - passed(kSinkMass) * value(kSinkMass));
   terms.linear = more * (from_shift + 2.0f * from_spread);
   terms.square = more * from_spread;
-  terms.own = more * more * from_collision;
+  terms.own = more * (more * from_collision);  // a share's square may be too small to divide by
   terms.sink = more * passed(kSinkMass);
   terms.shift = value(kShift);
   terms.plain_linear = 2.0f * passed(kVar) / count;
