@@ -265,7 +265,7 @@ def figure(times: dict[str, dict[str, dict[str, float]]]) -> str:
     def field(key: str) -> dict[str, dict[str, float]]:
         return {name: {length: value[key] for length, value in curve.items()} for name, curve in named.items()}
 
-    body = panel(LEFT, f"milliseconds, {HEADS} heads of {DIM}, fp32", 1e3, 0, 5, field("seconds"))
+    body = panel(LEFT, f"milliseconds, {HEADS} heads of {DIM}, fp32", 1e3, -1, 4, field("seconds"))
     body += panel(second, "megabytes beyond inputs and output", 1.0, -2, 2, field("megabytes"))
     for index, (name, colour) in enumerate(COLOURS.items()):
         x, y = LEFT + 130 * index, TOP + HEIGHT + 64

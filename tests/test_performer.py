@@ -75,14 +75,14 @@ def test_the_error_falls_as_one_over_root_m() -> None:
 
 
 def test_orthogonal_features_have_no_more_variance_than_independent_ones() -> None:
-    # At |q̂ + k̂| = 1, where the gain is largest beside the variance.
-    # None of 400 other seeds alarmed: below 0.8 % at 95 % confidence.
+    # At |q̂ + k̂| = 1, where the gain is largest beside the variance. Over 75 other seeds the ratio was 0.783 ± 0.008, never
+    # above 0.81: 0.9 is 14 deviations away, a false alarm below 1e-40 were it normal; none of 75 seeds alarmed.
     q, k = torch.randn(40, 16, dtype=torch.float64), torch.randn(40, 16, dtype=torch.float64)
     size = 2 / (q + k).norm(dim=1, keepdim=True)
     q, k = q * size, k * size
     exact = ((q * k).sum(-1) / 4).exp()
     orthogonal, independent = ((kernel_draws(4_000, 16, kind, q, k) / exact).var(0).mean() for kind in (True, False))
-    assert orthogonal < independent
+    assert orthogonal < 0.9 * independent
 
 
 def test_orthogonal_features_are_orthogonal_in_groups_and_as_long_as_normal_vectors() -> None:
