@@ -75,8 +75,8 @@ def test_the_error_falls_as_one_over_root_m() -> None:
 
 
 def test_orthogonal_features_have_no_more_variance_than_independent_ones() -> None:
-    # At |q̂ + k̂| = 1, where the gain is largest beside the variance. Over 75 other seeds the ratio was 0.783 ± 0.008, never
-    # above 0.81: 0.9 is 14 deviations away, a false alarm below 1e-40 were it normal; none of 75 seeds alarmed.
+    # At |q̂ + k̂| = 1, where the gain is largest beside the variance. Over 75 other seeds the ratio was 0.783 ± 0.008 and
+    # never above 0.81: 0.9 is 14 deviations away, a false alarm below 1e-40 if it is normally distributed.
     q, k = torch.randn(40, 16, dtype=torch.float64), torch.randn(40, 16, dtype=torch.float64)
     size = 2 / (q + k).norm(dim=1, keepdim=True)
     q, k = q * size, k * size
