@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from poise.kernels import blockwise
 from poise.nn import BlockConfig, Choice, Encoder, Visible
 from poise.variants import BigBird, Linformer, Longformer, Performer
 
@@ -29,6 +30,16 @@ def test_a_stack_trains_with_it(name: str) -> None:
     encoder, x = stack(name), torch.randn(2, 50, 32)
     encoder(x).square().mean().backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in encoder.parameters())
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.usefixtures("native")
+def test_it_trains_on_the_native_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*args: object, **rest: object) -> None:
+        raise AssertionError("a call fell back to torch ops")
+
+    monkeypatch.setattr(blockwise, "run", slow)
+    stack(name)(torch.randn(2, 50, 32)).square().mean().backward()
 
 
 @pytest.mark.parametrize("name", CHOICES)
