@@ -1,6 +1,7 @@
 """Keys and values as 8-bit integers: one float32 scale per token and head, so that a token never changes once written.
 
-An entry is off by at most half a scale: 1/254 of the largest in its row. A row with a NaN or an infinity becomes NaN
+An entry is off by at most half a scale: 1/254 of the largest in its row. On a real model's keys and values attention's
+output was off by 1.8 % where bfloat16 was off by 0.4 % (docs/log.md). A row with a NaN or an infinity becomes NaN
 throughout, so that it shows.
 """
 
