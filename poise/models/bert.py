@@ -137,6 +137,23 @@ class Bert(Model):
             y = linear(y, self.tokens.weight, self.prediction_bias) if tied else self.unembed(y)
         return packing.unpack(y)
 
+    def embed(self, rows: Sequence[Sequence[int] | Tensor], tokens: int = 4096) -> Tensor:
+        """The forward pass on rows of token ids, as many as there are, in packs of about so many tokens: [B, ...].
+
+        For heads that give one vector per row. A pack that fits the last cache is the fastest.
+        """
+        if self.head not in ("embedding", "classification"):
+            raise ValueError(f"embed needs head 'embedding' or 'classification'; this model has {self.head!r}")
+        packs: list[list[Sequence[int] | Tensor]] = [[]]
+        held = 0
+        for row in rows:
+            if packs[-1] and held + len(row) > tokens:
+                packs.append([])
+                held = 0
+            packs[-1].append(row)
+            held += len(row)
+        return torch.cat([self(pack) for pack in packs])
+
     def _encoded(self, ids: Tensor, padding: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Packing]:
         """Hidden states of the real tokens, side by side: [1, T, C]."""
         if padding is None or bool(padding.all()) or not self.packs:

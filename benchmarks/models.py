@@ -1,0 +1,163 @@
+"""Whole models against transformers (sdpa) on the same weights: throughput by packing, encoders, prefill and decoding.
+
+    python benchmarks/models.py [embedding|bert|prefill|decode|t5 ...]
+
+Two threads; both take turns in one process, and medians are compared. Results are checked to agree before they are
+timed. MiniLM and SmolLM2 are the real ones (`make weights`), BERT-base and T5-small random at their published sizes.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import transformers
+from timing import interleaved
+from torch import Tensor
+
+from poise import models
+from poise.nn.cache import GrowingCache
+from poise.testing import weights
+
+THREADS = 2
+SENTENCES, SHORTEST, LONGEST = 256, 5, 200
+PROMPT, NEW = 2048, 128
+Row = tuple[str, float, float, float | None]  # what, transformers' seconds, ours, target ratio
+
+
+def agree(ours: Tensor, theirs: Tensor, within: float) -> None:
+    off = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+    if not off <= within:
+        raise AssertionError(f"outputs differ by {off:.1e} of their scale, allowed {within:.1e}")
+
+
+def both(kind: str, config: Any, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+    """Their model of that configuration, random, and ours from what it saves."""
+    torch.manual_seed(0)
+    theirs = getattr(transformers, kind)._from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
+    with tempfile.TemporaryDirectory() as directory:
+        theirs.save_pretrained(directory)
+        ours = models.load(directory, **options)
+        ours.load_state_dict({name: p.clone() for name, p in ours.state_dict().items()}, assign=True)
+    return theirs, ours
+
+
+def embedding() -> Iterator[Row]:
+    path = weights.minilm()
+    theirs = transformers.AutoModel.from_pretrained(path, attn_implementation="sdpa").eval()
+    ours = models.load(path, head="embedding")
+    torch.manual_seed(0)
+    lengths = torch.randint(SHORTEST, LONGEST + 1, (SENTENCES,)).tolist()
+    rows = [torch.randint(1000, 30000, (length,)) for length in lengths]
+
+    def padded(chosen: list[Tensor]) -> Tensor:
+        ids = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+        real = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in chosen])[:, None]
+        hidden = theirs(input_ids=ids, attention_mask=real.long()).last_hidden_state
+        mean = (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+        return torch.nn.functional.normalize(mean, dim=-1)
+
+    def batches(order: list[int]) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            out = torch.empty(SENTENCES, 384)
+            for start in range(0, SENTENCES, 32):
+                some = order[start : start + 32]
+                out[some] = padded([rows[i] for i in some])
+            return out
+
+        return run
+
+    plain, sorted_ = batches(list(range(SENTENCES))), batches(sorted(range(SENTENCES), key=lambda i: lengths[i]))
+    agree(ours.embed(rows), plain(), 1e-5)
+    took = interleaved({"plain": plain, "sorted": sorted_, "ours": lambda: ours.embed(rows)}, 15, 3)
+    what = f"MiniLM, {SENTENCES} sentences of {SHORTEST}–{LONGEST} tokens, fp32; transformers in batches of 32"
+    yield f"{what} as they come", took["plain"], took["ours"], 2.0
+    yield f"{what} sorted by length", took["sorted"], took["ours"], None
+
+
+def bert() -> Iterator[Row]:
+    ids = torch.randint(1000, 30000, (8, 512))
+    for dtype, within, target in ((torch.float32, 1e-5, 1.15), (torch.bfloat16, 5e-2, 1.2)):
+        theirs, ours = both("BertModel", transformers.BertConfig(), dtype)
+        agree(ours(ids), theirs(ids).last_hidden_state, within)
+        took = interleaved({"theirs": lambda: theirs(ids), "ours": lambda: ours(ids)}, 12, 3)  # noqa: B023
+        yield f"BERT-base encoder, 8 × 512, {name(dtype)}", took["theirs"], took["ours"], target
+
+
+def t5() -> Iterator[Row]:
+    ids = torch.randint(1000, 30000, (1, 2048))
+    theirs, ours = both("T5EncoderModel", transformers.T5Config(), torch.float32)
+    agree(ours(ids), theirs(ids).last_hidden_state, 1e-5)
+    took = interleaved({"theirs": lambda: theirs(ids), "ours": lambda: ours(ids)}, 12, 5)
+    yield "T5-small encoder, 1 × 2048, fp32", took["theirs"], took["ours"], 1.5
+
+
+def smollm2(dtype: torch.dtype) -> tuple[Any, Any, Tensor]:
+    path = weights.smollm2()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=dtype).eval()
+    torch.manual_seed(0)
+    return theirs, models.load(path, dtype=dtype), torch.randint(1000, 40000, (1, PROMPT))
+
+
+def prefill() -> Iterator[Row]:
+    theirs, ours, ids = smollm2(torch.float32)
+    agree(ours(ids, last=True), theirs(ids, logits_to_keep=1).logits, 1e-5)
+    contestants = {
+        "theirs": lambda: theirs(ids, logits_to_keep=1, past_key_values=transformers.DynamicCache()),
+        "ours": lambda: ours(ids, cache=GrowingCache(), last=True),
+    }
+    took = interleaved(contestants, 20, 3)
+    yield f"SmolLM2 prefill of {PROMPT}, fp32", took["theirs"], took["ours"], 1.2
+
+
+def decode() -> Iterator[Row]:
+    theirs, ours, ids = smollm2(torch.bfloat16)
+    their_cache, our_cache = transformers.DynamicCache(), GrowingCache()
+    theirs(ids, past_key_values=their_cache, logits_to_keep=1)
+    ours(ids, cache=our_cache, last=True)
+    follows = torch.randint(1000, 40000, (NEW, 1, 1))
+
+    def their_steps() -> Tensor:
+        their_cache.crop(PROMPT - their_cache.get_seq_length())
+        for token in follows:
+            out = theirs(token, past_key_values=their_cache).logits
+        return out
+
+    def our_steps() -> Tensor:
+        our_cache.truncate(PROMPT)
+        for token in follows:
+            out = ours(token, cache=our_cache, last=True)
+        return out
+
+    agree(our_steps(), their_steps(), 5e-2)
+    took = interleaved({"theirs": their_steps, "ours": our_steps}, 20, 3)
+    yield f"SmolLM2 decoding of {NEW} tokens after {PROMPT}, bf16", took["theirs"], took["ours"], 1.3
+
+
+def name(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+
+
+CASES = {"embedding": embedding, "bert": bert, "prefill": prefill, "decode": decode, "t5": t5}
+
+
+def main(chosen: list[str]) -> None:
+    unknown = set(chosen) - set(CASES)
+    if unknown:
+        sys.exit(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    torch.set_num_threads(THREADS)
+    transformers.logging.set_verbosity_error()
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {THREADS} threads\n")
+    print("| case | transformers ms | poise ms | ratio | target |\n|---|--:|--:|--:|--:|", flush=True)
+    for case in chosen or CASES:
+        with torch.no_grad():
+            for what, theirs, ours, target in CASES[case]():
+                goal = "–" if target is None else f"{target:g}"
+                print(f"| {what} | {theirs * 1e3:.1f} | {ours * 1e3:.1f} | {theirs / ours:.2f} | {goal} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

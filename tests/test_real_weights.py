@@ -1,0 +1,93 @@
+"""Trained models: embeddings and greedy texts equal transformers' on the same checkpoints.
+
+With POISE_REQUIRE_WEIGHTS=1, as `make test` sets it, missing weights fail these tests instead of skipping them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from poise import models
+from poise.models.generate import generate
+from poise.testing import weights
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+SENTENCES = [
+    "El gato se sentó en la alfombra.",
+    "The cat sat on the mat.",
+    "Attention weighs what it sees by how well it fits the question, and a softmax keeps the weights honest.",
+    "?",
+    "Die Katze saß auf der Matte, während draußen der Regen gegen die Fenster schlug und niemand an Mathematik dachte.",
+    "Interest rates rose again. " * 12,
+]
+QUESTIONS = ["What is the capital of France?", "Write one sentence about the sea.", "List three prime numbers."]
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def located(find: Callable[[], Path]) -> Path:
+    try:
+        return find()
+    except FileNotFoundError as error:
+        if os.environ.get("POISE_REQUIRE_WEIGHTS") == "1":
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Path:
+    return located(weights.minilm)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    return located(weights.smollm2)
+
+
+@torch.no_grad()
+def test_embeddings_of_minilm_equal_transformers(minilm: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+    batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    hidden = transformers.AutoModel.from_pretrained(minilm)(**batch).last_hidden_state
+    real = batch["attention_mask"][..., None]
+    want = torch.nn.functional.normalize((hidden * real).sum(1) / real.sum(1), dim=-1)
+
+    ours = models.tokenizer(minilm)
+    rows = [ours.encode(sentence).ids for sentence in SENTENCES]
+    got = models.load(minilm, head="embedding")(rows)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+    assert float(got[0] @ got[1]) > float(got[0] @ got[2])  # the same thing said twice is nearer
+
+
+@torch.no_grad()
+def test_texts_of_smollm2_equal_transformers(smollm2: Path) -> None:
+    words = models.tokenizer(smollm2)
+    prompts = [words.encode(CHAT.format(question)).ids for question in QUESTIONS]
+    model = models.load(smollm2, dtype=torch.float32)
+    answers = generate(model, prompts, new=24, tokenizer=words)
+    assert "Paris" in answers[0].text
+
+    reference: Any = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt])
+        compared = reference(ids).logits
+        assert float((model(ids) - compared).abs().max()) <= 1e-5 * float(compared.abs().max())
+        want = reference.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+        assert answer.ids == want[0, len(prompt) :].tolist()
+
+
+def test_the_tokenizer_of_smollm2_restores_what_it_reads(smollm2: Path) -> None:
+    words = models.tokenizer(smollm2)
+    theirs = transformers.AutoTokenizer.from_pretrained(smollm2)
+    for text in [*SENTENCES, CHAT.format("中文 naïve\n\n  1234 + 5")]:
+        ids = words.encode(text).ids
+        assert words.decode(ids, skip_special_tokens=False) == text
+        assert theirs(text)["input_ids"] == ids
