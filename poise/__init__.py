@@ -15,6 +15,7 @@ from poise.mask import (
     prefix,
     window,
 )
+from poise.monitor.watch import Watch, watch
 from poise.op import attention, observe, received, scores
 from poise.score import Bias, alibi, alibi_slopes, relative
 from poise.sdpa import scaled_dot_product_attention
@@ -30,6 +31,7 @@ __all__ = [
     "Mask",
     "ScoreStats",
     "ScoreSummary",
+    "Watch",
     "alibi",
     "alibi_slopes",
     "attention",
@@ -49,5 +51,6 @@ __all__ = [
     "relative",
     "scaled_dot_product_attention",
     "scores",
+    "watch",
     "window",
 ]

@@ -4,14 +4,17 @@ No arithmetic here. A call that is plain data already (a band or no mask, no bia
 to the native op, which checks what it reads; every other, and whatever that op refuses, is validated
 (problem.py) and run by the implementation that dispatch.py chooses. Keys and values may lie in a cache (kvview.py).
 
+Here is the one slot through which a watch sees attention (`set_observer`, torch_hook.py); empty, it costs nothing.
+
 Letters: B batch, H query heads, G key/value heads, N queries, M keys, Dk and Dv head dims.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +30,23 @@ _LARGEST = sys.float_info.max
 _FIRST_KEY = (0,)
 # What an odd argument may raise on the direct way; the validated way then words it, or handles it.
 _REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
+
+# Asked at each call; answers what to do with the statistics of this one, or None if nobody wants them.
+Observer: TypeAlias = Callable[[], Callable[[ScoreStats], None] | None]
+_observer: Observer | None = None
+
+
+class _Here(threading.local):
+    unobserved = False  # whether this thread's next call is to run as if nobody watched
+
+
+_here = _Here()
+
+
+def set_observer(observer: Observer | None) -> None:
+    """Fills or empties the slot; whoever fills it shares it out among the watches (torch_hook.py)."""
+    global _observer
+    _observer = observer
 
 
 def attention(
@@ -73,6 +93,21 @@ def attention(
     >>> poise.attention(q, k, v, mask=poise.causal()).shape
     torch.Size([1, 8, 128, 64])
     """
+    if _observer is not None and not _here.unobserved and _observer() is not None:
+        return _watched(
+            q,
+            k,
+            v,
+            mask=mask,
+            bias=bias,
+            scale=scale,
+            softcap=softcap,
+            sink=sink,
+            dropout=dropout,
+            q_offset=q_offset,
+            layout=layout,
+            impl=impl,
+        )
     keys: Any
     values: Any
     try:
@@ -141,6 +176,7 @@ def observe(
     >>> stats.entropy.shape
     torch.Size([1, 8, 128])
     """
+    direct: tuple[Tensor, ScoreStats] | None = None
     keys: Any
     values: Any
     try:
@@ -159,12 +195,14 @@ def observe(
             if band is not None and is_plain(q, keys, values) and not wants_grad(q, keys, values):
                 if layout == "bhsd":
                     out, packed = attend_observed(q, keys, values, scale, *band, False)
-                    return out, ScoreStats(packed, None, _FIRST_KEY)
-                if layout == "bshd":
+                    direct = out, ScoreStats(packed, None, _FIRST_KEY)
+                elif layout == "bshd":
                     out, packed = attend_observed(*_swapped(q, keys, values), scale, *band, True)
-                    return out.transpose(1, 2), ScoreStats(packed, None, _FIRST_KEY, "bshd")
+                    direct = out.transpose(1, 2), ScoreStats(packed, None, _FIRST_KEY, "bshd")
     except _REFUSALS:
         pass
+    if direct is not None:
+        return _told(*direct)
     problem = prepare(
         q,
         k,
@@ -182,7 +220,7 @@ def observe(
     out, rows = run(problem, impl, True, layout)
     assert rows is not None
     packed = rows[(slice(None),) + (0,) * (4 - q.dim())]  # [11, B, H, N], [11, H, N] or [11, N]
-    return _as_given(out, q.dim(), layout), ScoreStats(packed, problem.sink, problem.sink_keys, layout)
+    return _told(_as_given(out, q.dim(), layout), ScoreStats(packed, problem.sink, problem.sink_keys, layout))
 
 
 def scores(
@@ -268,6 +306,28 @@ def _opened(q: Tensor, view: KVView, v: object, q_offset: object, layout: str) -
     if v is not None or not view.plain or layout != "bhsd" or wants_grad(q, view.k, view.v):
         raise ValueError
     return view.k, view.v, "end" if q_offset is None else q_offset
+
+
+def _watched(q: Tensor, k: Tensor | KVView, v: Tensor | None, **options: Any) -> Tensor:
+    """`attention`, whose statistics the observer wants."""
+    if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return observe(q, k, v, **options)[0]
+    # A checkpoint will run this call again, unobserved, and must find the same tensors saved: statistics come apart.
+    _here.unobserved = True
+    try:
+        out = attention(q, k, v, **options)
+    finally:
+        _here.unobserved = False
+    with torch.no_grad():
+        observe(q, k, v, **{**options, "dropout": 0.0})
+    return out
+
+
+def _told(out: Tensor, stats: ScoreStats) -> tuple[Tensor, ScoreStats]:
+    """The pair, after the observer has had the statistics."""
+    if _observer is not None and (receive := _observer()) is not None:
+        receive(stats)
+    return out, stats
 
 
 def _swapped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from poise import op
 from poise.dispatch import EVERYTHING, attend, is_plain, wants_grad
 from poise.kernels import training
 from poise.mask import UNBOUNDED, Mask, causal, keep
@@ -51,7 +52,7 @@ def scaled_dot_product_attention(
 
     >>> poise.scaled_dot_product_attention(query, key, value, is_causal=True)
     """
-    if attn_mask is None and attend is not None and not dropout_p:
+    if attn_mask is None and attend is not None and not dropout_p and op._observer is None:
         try:
             # Without enable_gqa torch lets a single key head broadcast, and refuses other ratios.
             same_heads = enable_gqa or query.size(1) == key.size(1)

@@ -45,6 +45,10 @@ EDGES: dict[str, tuple[float, ...]] = {
     "count": _COUNTS,
     "sink_mass": _UNIT,
 }
+_NAMES = tuple(EDGES)
+_SCALES: dict[tuple[float, ...], list[str]] = {}  # the statistics that share their edges
+for _name, _edges in EDGES.items():
+    _SCALES.setdefault(_edges, []).append(_name)
 _FORMAT = 1  # of ScoreSummary.to_dict; a change of EDGES or of the tables changes it
 
 
@@ -81,19 +85,36 @@ class ScoreSummary:
 
         empty, broken = grouped(values["count"] == 0), grouped(values["lse"].isnan())
         rows = torch.stack([torch.ones_like(empty).sum(-1), empty.sum(-1), broken.sum(-1)], -1)
-        moments, histograms, nans = {}, {}, {}
-        for name, edges in EDGES.items():
-            value = grouped(values[name]).double()
-            used = ~(empty | value.isnan())
-            kept = value.masked_fill(~used, 0.0)
-            least = _extreme(value.masked_fill(~used, math.inf), torch.amin, math.inf)
-            most = _extreme(value.masked_fill(~used, -math.inf), torch.amax, -math.inf)
-            moments[name] = torch.stack([kept.sum(-1), kept.square().sum(-1), least, most], -1)
-            bins = torch.bucketize(value, value.new_tensor(edges), right=True)  # [*S, rows]
-            histogram = torch.zeros((*value.shape[:-1], len(edges) + 1), dtype=torch.int64, device=value.device)
-            histograms[name] = histogram.scatter_add(-1, bins, used.to(torch.int64))
-            nans[name] = (value.isnan() & ~empty).sum(-1)
-        return ScoreSummary(by, moments, histograms, nans, rows)
+        value = torch.stack([grouped(values[name]) for name in EDGES])  # [15, *S, rows]
+        missing = value.isnan()
+        nans = missing.sum(-1) - (missing & empty).sum(-1)
+        unused = (missing | empty) if bool(missing.any() | empty.any()) else None
+
+        def used_only(neutral: float) -> Tensor:
+            return value if unused is None else value.masked_fill(unused, neutral)
+
+        kept = used_only(0.0)
+        sums = [kept.sum(-1, dtype=torch.float64), torch.linalg.vector_norm(kept, dim=-1, dtype=torch.float64).square()]
+        del kept  # one copy of everything at a time
+        least = _extreme(used_only(math.inf), torch.amin, math.inf).double()
+        most = _extreme(used_only(-math.inf), torch.amax, -math.inf).double()
+        moments = torch.stack([*sums, least, most], -1)
+        histograms: dict[str, Tensor] = {}
+        for edges, names in _SCALES.items():  # one search for all statistics of a scale
+            places = [_NAMES.index(name) for name in names]
+            bins = torch.bucketize(value[places], _thresholds(edges, value), right=True)
+            used = torch.ones((), dtype=torch.int64, device=value.device).expand(bins.shape)
+            if unused is not None:
+                used = (~unused[places]).to(torch.int64)
+            counts = torch.zeros((*bins.shape[:-1], len(edges) + 1), dtype=torch.int64, device=value.device)
+            histograms |= dict(zip(names, counts.scatter_add_(-1, bins, used).unbind(0), strict=True))
+        return ScoreSummary(
+            by,
+            dict(zip(_NAMES, moments.unbind(0), strict=True)),
+            {name: histograms[name] for name in _NAMES},
+            dict(zip(_NAMES, nans.unbind(0), strict=True)),
+            rows,
+        )
 
     @property
     def rows(self) -> Tensor:
@@ -193,6 +214,14 @@ class ScoreSummary:
             {name: torch.tensor(table, dtype=torch.int64) for name, table in data["nans"].items()},
             torch.tensor(data["row_counts"], dtype=torch.int64),
         )
+
+
+def _thresholds(edges: tuple[float, ...], like: Tensor) -> Tensor:
+    """The edges in the statistics' dtype: the smallest numbers of it not below them, so that no value changes sides."""
+    exact = torch.tensor(edges, dtype=torch.float64, device=like.device)
+    rounded = exact.to(like.dtype)
+    up = torch.nextafter(rounded, torch.full_like(rounded, math.inf))
+    return torch.where(rounded.double() < exact, up, rounded)
 
 
 def _extreme(value: Tensor, reduce: Callable[..., Tensor], neutral: float) -> Tensor:

@@ -66,7 +66,6 @@ class Family:
     model: str
     kind: str  # encoder, decoder, seq2seq, vision, contrastive or audio
     options: dict[str, Any] = field(default_factory=dict)
-    packs: bool = True  # for decoders: whether position_ids reset within a row make documents
 
 
 FAMILIES = (
@@ -284,4 +283,4 @@ def cases(family: Family) -> tuple[str, ...]:
     if family.kind == "vision":
         return ("no mask",)
     usual = ("no mask", "left padding", "right padding", "holes")
-    return (*usual, "packed") if family.kind == "decoder" and family.packs else usual
+    return (*usual, "packed") if family.kind == "decoder" else usual

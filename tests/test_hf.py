@@ -346,6 +346,15 @@ class TestMasks:
         assert mask[0, 0].tolist() == torch.ones(4, 4).tril().bool().tolist()
 
 
+def test_a_compiled_model_gives_the_same_logits() -> None:
+    family = BY_NAME["llama"]
+    model = model_of(family, "poise")
+    with torch.no_grad():
+        plain = logits_of(family, model, "left padding")
+        compiled = logits_of(family, torch.compile(model, backend="eager"), "left padding")  # type: ignore[arg-type]
+    assert (compiled - plain).abs().max() <= BOUND * plain.abs().max()
+
+
 def test_a_sentence_packed_with_others_reads_as_it_does_alone() -> None:
     model = model_of(BY_NAME["llama"], "poise")
     ids = torch.randint(3, VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(1))
