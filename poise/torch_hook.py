@@ -17,9 +17,11 @@ Summaries, steps and records are not made here (monitor/).
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -75,9 +77,13 @@ _handles: list[Any] = []
 
 def listen(listener: Listener) -> None:
     """Begins to report to this listener; a second time changes nothing."""
+    global _deliver
     if listener in _listeners:
         return
     _listeners.append(listener)
+    if "torch._dynamo" in sys.modules and not hasattr(_deliver, "_torchdynamo_disable"):
+        # Where compiled code falls into pieces, summaries need not be among them.
+        _deliver = torch.compiler.disable(_deliver)  # type: ignore[no-untyped-call]
     if not _handles:
         _handles.append(register_module_forward_pre_hook(_enter))
         _handles.append(register_module_forward_hook(_leave, always_call=True))
@@ -163,11 +169,12 @@ def _receiver() -> Callable[[ScoreStats], None] | None:
     if not audience:
         return None
 
-    def receive(stats: ScoreStats) -> None:
-        for listener, name in audience:
-            listener.receive(name, stats)
+    return partial(_deliver, audience)
 
-    return receive
+
+def _deliver(audience: list[tuple[Listener, str]], stats: ScoreStats) -> None:
+    for listener, name in audience:
+        listener.receive(name, stats)
 
 
 def _miss(why: str) -> None:
