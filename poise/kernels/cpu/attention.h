@@ -249,21 +249,62 @@ struct Forward {
     v_row = 4 * v_dims;
   }
 
+  // The piece's scores as the softmax takes them, hidden ones -inf, and the largest of each query.
+  template <int N>
+  POISE_INLINE void score(int g, const Piece& piece, vf* top) {
+    State& state = scratch.state[g];
+    float* const s = scratch.scores;
+    for (int j = 0; j < N; ++j) top[j] = splat(-kInf);
+    const auto multiply_keys = [&](auto&& finish) POISE_INLINE_LAMBDA {
+      score_rows<Cells, N>(piece.k, piece.k_row, piece.keys, scratch.qt[g], k_cells, s, top, finish);
+    };
+    if constexpr (FINAL) {
+      const int lane0 = g * kLanes;
+      const float* const strip =
+          args.table || args.slopes ? scratch.strip + kSegment - 1 - piece.begin + lane0 : nullptr;
+      if (strip && !piece.words && !args.num_biases && args.softcap == 0.0f) {
+        // As finish_scores would, but before the products are stored.
+        vf factor[N];
+        for (int j = 0; j < N; ++j) factor[j] = load(scale + lane0 + j * W);
+        multiply_keys([&](vf product, int row, int j) POISE_INLINE_LAMBDA {
+          const vf finished = multiply_add(product, factor[j], load(strip - row + j * W));
+          if (STATS) {
+            const vf logit = product * factor[j], lost = splat(-kInf);
+            state.top_logit[j] = vmax(select(equal(finished, lost), lost, logit), state.top_logit[j]);
+            state.lowest_product[j] = vmin(logit, state.lowest_product[j]);
+          }
+          return finished;
+        });
+        return;
+      }
+      multiply_keys(AsItIs());
+      finish_scores<N, STATS>(args, block, s, lane0, piece, scale, strip, top, state.top_logit.at,
+                              state.lowest_product.at);
+    } else {
+      if (piece.words)
+        hide<N>(g, piece, top);
+      else
+        multiply_keys(AsItIs());
+    }
+  }
+
+  // Out of line: with a second product beside it, GCC runs out of registers in the first.
+  template <int N>
+  __attribute__((noinline)) void hide(int g, const Piece& piece, vf* top) {
+    State& state = scratch.state[g];
+    const auto hidden = [&](vf product, int row, int j) POISE_INLINE_LAMBDA {
+      if (STATS) state.lowest_product[j] = vmin(product, state.lowest_product[j]);
+      return select(mask_of(piece.words[row] >> (g * kLanes + j * W)), product, splat(-kInf));
+    };
+    score_rows<Cells, N>(piece.k, piece.k_row, piece.keys, scratch.qt[g], k_cells, scratch.scores, top, hidden);
+  }
+
   template <int N>
   __attribute__((noinline)) void attend_group(int g, const Piece& piece) {
     State& state = scratch.state[g];
     float* s = scratch.scores;
     vf top[N];
-    for (int j = 0; j < N; ++j) top[j] = splat(-kInf);
-    score_rows<Cells, N>(piece.k, piece.k_row, piece.keys, scratch.qt[g], k_cells, s, top);
-    if constexpr (FINAL) {
-      const float* strip =
-          args.table || args.slopes ? scratch.strip + kSegment - 1 - piece.begin + g * kLanes : nullptr;
-      finish_scores<N, STATS>(args, block, s, g * kLanes, piece, scale, strip, top, state.top_logit.at,
-                              state.lowest_product.at);
-    } else if (piece.words) {
-      hide<N, STATS>(s, g * kLanes, piece, top, state.lowest_product.at);
-    }
+    score<N>(g, piece, top);
     const bool odd = piece.keys % Cells::kPair != 0;
     if (odd) {
       // The pair's other half is hidden: weights are taken with a mask then, so the products are looked at first.

@@ -75,23 +75,6 @@ POISE_INLINE void load_bias(const DenseBias& bias, const Block& block, int query
   }
 }
 
-// Raw mode: hides what `words` says; top becomes the largest visible score, lowest the smallest of all products.
-template <int N, bool STATS>
-POISE_INLINE void hide(float* s, int lane0, const Piece& piece, vf* top, vf* lowest) {
-  for (int j = 0; j < N; ++j) top[j] = splat(-kInf);
-  for (int i = 0; i < piece.keys; ++i) {
-    const uint64_t word = piece.words[i] >> lane0;
-#pragma GCC unroll 8
-    for (int j = 0; j < N; ++j) {
-      float* at = s + i * kLanes + j * W;
-      const vf product = load(at), score = select(mask_of(word >> (j * W)), product, splat(-kInf));
-      if (STATS) lowest[j] = vmin(product, lowest[j]);
-      store(at, score);
-      top[j] = vmax(score, top[j]);
-    }
-  }
-}
-
 // Final mode: products to scores in natural units. `strip` points at the first key's and query's distance, or is null.
 template <int N, bool STATS, bool DENSE, bool CAP>
 inline void finish_tiles(const ForwardArgs& args, const Block& block, float* s, int lane0, const Piece& piece,

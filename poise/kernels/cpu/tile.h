@@ -47,9 +47,15 @@ POISE_INLINE void clear(vf (&sum)[M][N]) {
 // twice.
 constexpr int kChain = kFused ? 128 : 16;
 
-// Raw scores of keys [0, M): S^T [M, kLanes], and their running maximum per lane.
-template <class Cells, int M, int N>
-POISE_INLINE void score_tile(const char* k, ptrdiff_t k_row, const char* qt, int cells, float* s, vf* top) {
+// What becomes of a product before it is stored: finish(product, its row, its vector of lanes).
+struct AsItIs {
+  POISE_INLINE vf operator()(vf product, int, int) const { return product; }
+};
+
+// Finished products of keys [0, M): S^T [M, kLanes], and their running maximum per lane.
+template <class Cells, int M, int N, class Finish>
+POISE_INLINE void score_tile(const char* k, ptrdiff_t k_row, const char* qt, int cells, float* s, vf* top,
+                             Finish&& finish) {
   vf sum[M][N];
   clear(sum);
   const char* next = k + M * k_row;  // the next tile's rows, which usually follow each other
@@ -69,25 +75,28 @@ POISE_INLINE void score_tile(const char* k, ptrdiff_t k_row, const char* qt, int
     vf largest = top[j];
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i) {
-      largest = vmax(sum[i][j], largest);
-      store(s + i * kLanes + j * W, sum[i][j]);
+      const vf score = finish(sum[i][j], i, j);
+      largest = vmax(score, largest);
+      store(s + i * kLanes + j * W, score);
     }
     top[j] = largest;
   }
 }
 
-// Raw scores of `keys` keys. A tail is computed as a whole tile that overlaps the last one: the same sums again.
-template <class Cells, int N>
-POISE_INLINE void score_rows(const char* k, ptrdiff_t k_row, int keys, const char* qt, int cells, float* s, vf* top) {
+// Finished products of `keys` keys. A tail is computed as a whole tile that overlaps the last one: the same sums again.
+template <class Cells, int N, class Finish = AsItIs>
+POISE_INLINE void score_rows(const char* k, ptrdiff_t k_row, int keys, const char* qt, int cells, float* s, vf* top,
+                             Finish&& finish = {}) {
   int i = 0;
+  const auto from_here = [&](vf product, int row, int j) POISE_INLINE_LAMBDA { return finish(product, i + row, j); };
   for (; i + kTileRows <= keys; i += kTileRows)
-    score_tile<Cells, kTileRows, N>(k + i * k_row, k_row, qt, cells, s + i * kLanes, top);
+    score_tile<Cells, kTileRows, N>(k + i * k_row, k_row, qt, cells, s + i * kLanes, top, from_here);
   if (i < keys && keys >= kTileRows) {
     i = keys - kTileRows;
-    score_tile<Cells, kTileRows, N>(k + i * k_row, k_row, qt, cells, s + i * kLanes, top);
+    score_tile<Cells, kTileRows, N>(k + i * k_row, k_row, qt, cells, s + i * kLanes, top, from_here);
     return;
   }
-  for (; i < keys; ++i) score_tile<Cells, 1, N>(k + i * k_row, k_row, qt, cells, s + i * kLanes, top);
+  for (; i < keys; ++i) score_tile<Cells, 1, N>(k + i * k_row, k_row, qt, cells, s + i * kLanes, top, from_here);
 }
 
 constexpr int kRowsAhead = 8;
