@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Names:
         """Whether the family has a tensor of this name, be it in this model or in another of the family."""
         return self._expression.fullmatch(theirs) is not None
 
-    @property
+    @cached_property
     def _expression(self) -> re.Pattern[str]:
         stems = [name for pattern in self.table.values() for name in _alternatives(pattern.removesuffix("^T"))]
         forms = [re.escape(stem).replace(r"\*", r"\d+") + r"(\.(weight|bias))?" for stem in stems]

@@ -78,13 +78,3 @@ def tokenizer(directory: str | Path, *, longest: int | None = None) -> Any:
     else:
         made.enable_truncation(longest)
     return made
-
-
-def longest_input(directory: str | Path) -> int:
-    """How many tokens an embedding model was made for: what sentence-transformers notes, or what positions allow."""
-    noted = Path(directory) / "sentence_bert_config.json"
-    if noted.is_file():
-        told = json.loads(noted.read_text()).get("max_seq_length")
-        if told:
-            return int(told)
-    return int(read_config(directory)["max_position_embeddings"])

@@ -23,7 +23,7 @@ from poise.score import Bias, alibi, alibi_slopes, relative
 class Placement(NamedTuple):
     """What one forward pass needs of a scheme."""
 
-    rotate: Callable[[Tensor], Tensor] | None = None  # for queries and keys [B, N, heads, D]; may work in place
+    rotate: Callable[[Tensor], Tensor] | None = None  # for queries and keys [B, N, heads, D]
     bias: Bias | None = None  # for the scores
 
 
@@ -181,7 +181,7 @@ class Rotary(Scheme):
         """x [B, N, heads, D] turned to its places, [N] or [B, N]."""
         placement = self.place(places)
         assert placement.rotate is not None
-        return placement.rotate(x.clone() if not torch.is_grad_enabled() else x)
+        return placement.rotate(x)
 
     def angles(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of every turn, float32 [..., dim/2]."""
@@ -203,22 +203,27 @@ class Rotary(Scheme):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
-    """x [..., D] with the pairs among its first 2 · cos.shape[-1] dims turned; in place where no gradient is wanted."""
+    """x [..., D] with the pairs among its first 2 · cos.shape[-1] dims turned."""
     half = cos.shape[-1]
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    turning = x[..., : 2 * half]
-    if layout == "half":
-        a, b = turning[..., :half], turning[..., half:]
-    else:
-        a, b = turning[..., 0::2], turning[..., 1::2]
-    if not torch.is_grad_enabled():
-        crossed = a * sin
-        a.mul_(cos).addcmul_(b, sin, value=-1)
-        b.mul_(cos).add_(crossed)
-        return x
+    a, b = _pairs(x, half, layout)
+    if not torch.is_grad_enabled():  # written where it belongs, without what cat and stack would copy
+        turned = torch.empty_like(x)
+        first, second = _pairs(turned, half, layout)
+        torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
+        torch.mul(b, cos, out=second).addcmul_(a, sin)
+        turned[..., 2 * half :] = x[..., 2 * half :]
+        return turned
     first, second = a * cos - b * sin, b * cos + a * sin
     turned = torch.cat((first, second), -1) if layout == "half" else torch.stack((first, second), -1).flatten(-2)
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
+
+
+def _pairs(x: Tensor, half: int, layout: str) -> tuple[Tensor, Tensor]:
+    """Views of the first and of the second dims of all pairs."""
+    if layout == "half":
+        return x[..., :half], x[..., half : 2 * half]
+    return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
 
 
 class Alibi(Scheme):

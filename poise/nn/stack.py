@@ -123,11 +123,7 @@ class Block(nn.Module):
 
     def _around(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         out = F.dropout(sublayer(norm(x) if self.pre_norm else x), self.dropout, self.training)
-        # The sublayer's output belongs to nobody else: without gradients the sum may be written into it.
-        out = out.add_(x) if not torch.is_grad_enabled() else x + out
-        if not self.pre_norm:
-            out = norm(out)
-        return out
+        return x + out if self.pre_norm else norm(x + out)
 
 
 class Stack(nn.Module):
