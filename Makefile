@@ -36,6 +36,7 @@ train: native
 bench: native
 	$(RUN) benchmarks/forward.py $(ARGS)
 	$(RUN) benchmarks/training.py $(ARGS)
+	$(RUN) benchmarks/decode.py
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

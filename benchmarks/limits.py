@@ -9,8 +9,12 @@ import ctypes
 import platform
 import subprocess
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,32 @@ def measure() -> Limits:
         function.restype = ctypes.c_double
         functions[name] = function() / 1e9
     return Limits(functions["peak_fma512"], functions["peak_fma256"], functions["peak_bf16"])
+
+
+def read_bandwidth(threads: int) -> float:
+    """Gigabytes per second that so many threads read together, of memory that no cache holds; under a second."""
+    library = _library()
+    library.read_memory.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
+    library.read_memory.restype = None
+    words = max(4 * last_level_cache(), 1 << 28) // 8 // threads // 32 * 32
+    memory = np.ones(words * threads, dtype=np.uint64)
+
+    def read(thread: int, ahead: int) -> None:
+        library.read_memory(memory.ctypes.data + 8 * words * thread, words, ahead)  # without Python's lock
+
+    took = []
+    with ThreadPoolExecutor(threads) as pool:
+        for ahead in (0, 256, 1024, 4096) * 5:
+            start = time.perf_counter()
+            list(pool.map(read, range(threads), [ahead] * threads))
+            took.append(time.perf_counter() - start)
+    return float(memory.nbytes / min(took) / 1e9)
+
+
+def last_level_cache() -> int:
+    """Bytes of the largest cache that the first core reaches; 32 MB where the system does not tell."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size.removesuffix("K")) << 10 for size in sizes if size.endswith("K")), default=32 << 20)
 
 
 def machine() -> str:

@@ -33,7 +33,10 @@ def tensors(batch, heads, groups, queries, keys, dim, dtype=torch.float32):
 # Many blocks; few blocks, so that keys are split; a causal mask, where tasks differ most; a bias in final mode.
 SHAPES = {
     "many-blocks": ((2, 4, 2, 300, 300, 40), {}),
-    "split-keys": ((1, 1, 1, 3, 5000, 64), {}),
+    "split-keys": ((1, 1, 1, 30, 5000, 64), {}),
+    "decode": ((1, 8, 2, 1, 3001, 64), {}),
+    "decode-many-heads": ((1, 48, 3, 2, 1500, 40), {"mask": poise.causal(), "q_offset": "end"}),
+    "decode-final": ((2, 4, 1, 7, 1200, 64), {"softcap": 5.0, "bias": torch.randn(7, 1200)}),
     "split-keys-causal": ((1, 2, 1, 130, 2600, 24), {"mask": poise.causal(), "q_offset": "end"}),
     "causal": ((1, 8, 8, 257, 257, 16), {"mask": poise.causal()}),
     "dense-bias": ((1, 2, 2, 300, 300, 40), {"bias": torch.randn(300, 300)}),

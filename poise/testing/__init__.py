@@ -7,7 +7,8 @@ from the exact one than the naive one excuses. `gradient_truth` and `check_gradi
 Knows no implementation but the reference, and no test runner.
 """
 
-from poise.testing import edge_cases as _edge_cases  # noqa: F401  (its import completes CASES)
+from poise.testing import decode_cases as _decode_cases  # noqa: F401  (their imports complete CASES)
+from poise.testing import edge_cases as _edge_cases  # noqa: F401
 from poise.testing.budget import Truth, check_out, check_stats, double, relative_l2, truth
 from poise.testing.cases import CASES, Arguments, Inputs, arguments
 from poise.testing.gradients import STATISTICS, GradientTruth, Incoming, check_gradients, differentiate, gradient_truth

@@ -1,4 +1,5 @@
-"""The table of named calls: sizes, masks, biases, scales, sinks and offsets. The awkward ones are in edge_cases.py.
+"""The table of named calls: sizes, masks, biases, scales, sinks and offsets. The awkward ones are in edge_cases.py,
+those of generation in decode_cases.py.
 
 `CASES` maps a name to a function that makes the arguments of one `attention` call from seeded random inputs of a dtype.
 No expected answers here: those are computed (see budget.py).

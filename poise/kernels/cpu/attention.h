@@ -94,14 +94,9 @@ struct Forward {
 
   int groups() const { return (block.queries + kLanes - 1) / kLanes; }
 
-  void begin(int64_t b, int64_t h, int64_t first) {
+  // Which queries the lanes are, and nothing known of them yet; sign[r] is that of scale.
+  void place(int64_t b, int64_t h, int64_t first, float* sign) {
     block = make_block(args, b, h, first);
-    kv_head = h / (args.H / args.G);
-    k = args.pages ? nullptr : row_at(args.k, args.kv_dtype, b, kv_head, 0);
-    const char* values = args.pages ? nullptr : row_at(args.v, args.kv_dtype, b, kv_head, 0);
-    if (keep_v && values != v) memset(scratch.ready, 0, args.M / kTile + 1);
-    v = values;
-    float sign[kTile];
     for (int r = 0; r < kTile; ++r) {
       float mine = args.scale;
       if (args.scale_rows && r < block.queries)
@@ -110,10 +105,29 @@ struct Forward {
       scale[r] = mine < 0 ? -mine : mine == 0 ? 1.0f : mine;
     }
     for (int g = 0; g < groups(); ++g) {
-      const int queries = lesser(kLanes, block.queries - g * kLanes);
-      vecs[g] = (queries + W - 1) / W;
+      vecs[g] = (lesser(kLanes, block.queries - g * kLanes) + W - 1) / W;
       touched[g] = false;
       reset(scratch.state[g]);
+    }
+  }
+
+  // --- What run.h asks of a kernel: blocks of work, `blocks` for each of `heads` ---
+  static int64_t heads(const ForwardArgs& args) { return args.B * args.H; }
+  static int64_t blocks(const ForwardArgs& args) { return (args.N + kTile - 1) / kTile; }
+  static size_t scratch_bytes(const ForwardArgs& args) { return Scratch::layout<Cells>(args, nullptr, nullptr); }
+  static size_t partial_bytes(const ForwardArgs& args) { return Partial::bytes(args); }
+
+  void begin(int64_t head, int64_t row) {
+    const int64_t b = head / args.H, h = head % args.H, first = row * kTile;
+    float sign[kTile];
+    place(b, h, first, sign);
+    kv_head = h / (args.H / args.G);
+    k = args.pages ? nullptr : row_at(args.k, args.kv_dtype, b, kv_head, 0);
+    const char* values = args.pages ? nullptr : row_at(args.v, args.kv_dtype, b, kv_head, 0);
+    if (keep_v && values != v) memset(scratch.ready, 0, args.M / kTile + 1);
+    v = values;
+    for (int g = 0; g < groups(); ++g) {
+      const int queries = lesser(kLanes, block.queries - g * kLanes);
       const char* q = row_at(args.q, args.dtype, b, h, first + g * kLanes);
       const int64_t row = args.q.n * size_of(args.dtype);
 #if defined(__AVX512BF16__)
@@ -432,6 +446,29 @@ struct Forward {
     }
   }
 
+  // Joins lane vector j of another state to mine: the sums of either shrink by alpha and other_alpha.
+  static void join_states(State& mine, int j, const State& other, vf& alpha, vf& other_alpha) {
+    const vf reference = vmax(mine.reference[j], other.reference[j]), safe = zero_if_empty(reference);
+    const vf empty = splat(-kInf), zero = splat(0.0f), unit = splat(FINAL ? kLog2e : 1.0f);
+    const vf move = mine.reference[j] - safe, other_move = other.reference[j] - safe;
+    alpha = exp2_of(move * unit);
+    other_alpha = exp2_of(other_move * unit);
+    const vf by = select(equal(other.reference[j], empty), zero, other_move);
+    const Added added = {
+        {other_alpha * other.soft.weight[j], other.soft.mean[j] + by, other_alpha * other.soft.deviation[j]},
+        {other.plain.weight[j], other.plain.mean[j] + by, other.plain.deviation[j]},
+        other_alpha * other_alpha * other.squares[j],
+        other.low[j]};
+    join_lanes<STATS>(mine, j, alpha, select(equal(mine.reference[j], empty), zero, move), added);
+    if (STATS) {
+      mine.lowest_product[j] = vmin(other.lowest_product[j], mine.lowest_product[j]);
+      mine.top_logit[j] = vmax(other.top_logit[j], mine.top_logit[j]);
+      mine.sink_sum[j] = alpha * mine.sink_sum[j] + other_alpha * other.sink_sum[j];
+    }
+    mine.top[j] = vmax(other.top[j], mine.top[j]);
+    mine.reference[j] = reference;
+  }
+
   void join(const char* from) {
     for (int g = 0; g < groups(); ++g) {
       State& mine = scratch.state[g];
@@ -441,24 +478,8 @@ struct Forward {
       mine.seen |= other.seen;
       from += sizeof(State) + 4 * (size_t)v_dims * kLanes;
       for (int j = 0; j < vecs[g]; ++j) {
-        const vf reference = vmax(mine.reference[j], other.reference[j]), safe = zero_if_empty(reference);
-        const vf empty = splat(-kInf), zero = splat(0.0f), unit = splat(FINAL ? kLog2e : 1.0f);
-        const vf move = mine.reference[j] - safe, other_move = other.reference[j] - safe;
-        const vf alpha = exp2_of(move * unit), other_alpha = exp2_of(other_move * unit);
-        const vf by = select(equal(other.reference[j], empty), zero, other_move);
-        const Added added = {
-            {other_alpha * other.soft.weight[j], other.soft.mean[j] + by, other_alpha * other.soft.deviation[j]},
-            {other.plain.weight[j], other.plain.mean[j] + by, other.plain.deviation[j]},
-            other_alpha * other_alpha * other.squares[j],
-            other.low[j]};
-        join_lanes<STATS>(mine, j, alpha, select(equal(mine.reference[j], empty), zero, move), added);
-        if (STATS) {
-          mine.lowest_product[j] = vmin(other.lowest_product[j], mine.lowest_product[j]);
-          mine.top_logit[j] = vmax(other.top_logit[j], mine.top_logit[j]);
-          mine.sink_sum[j] = alpha * mine.sink_sum[j] + other_alpha * other.sink_sum[j];
-        }
-        mine.top[j] = vmax(other.top[j], mine.top[j]);
-        mine.reference[j] = reference;
+        vf alpha, other_alpha;
+        join_states(mine, j, other, alpha, other_alpha);
         for (int d = 0; d < v_dims; ++d) {
           float* o = scratch.ot[g] + d * kLanes + j * W;
           const vf theirs = load(ot + d * kLanes + j * W) * other_alpha;
@@ -470,31 +491,42 @@ struct Forward {
   }
 
   // --- The state becomes the output and the statistics ---
+  struct Verdict {
+    uint64_t rows, stats;  // lanes to be computed again, or whose statistics are
+  };
+
+  // The statistics of group g, and what its sums of values are to be multiplied by.
+  Verdict judge(int g, vf* inverse) {
+    State& state = scratch.state[g];
+    uint64_t bad = 0, odd = 0;
+    for (int j = 0; j < vecs[g]; ++j) {
+      inverse[j] = normaliser(state, g, j);
+      bad |= needs_care(state, g, j) << (j * W);
+      if (STATS) odd |= missed_infinity(state, j) << (j * W);
+    }
+    if (args.saved) save_softmax(g, inverse, bad);
+    if (args.kept_factor != 0.0f)
+      for (int j = 0; j < vecs[g]; ++j) inverse[j] *= splat(args.kept_factor);
+    if (STATS)
+      for (int j = 0; j < vecs[g]; ++j) write_stats(g, j);
+    return {bad & everyone(g), odd & everyone(g)};
+  }
+
   void finish_block() {
     uint64_t bad = 0, bad_stats = 0;
     for (int g = 0; g < groups(); ++g) {
-      State& state = scratch.state[g];
       if (!touched[g]) memset(scratch.ot[g], 0, 4 * (size_t)v_dims * kLanes);
       const int queries = lesser(kLanes, block.queries - g * kLanes);
       vf inverse[kGroupVecs];
-      uint64_t mine = 0, odd = 0;
-      for (int j = 0; j < vecs[g]; ++j) {
-        inverse[j] = normaliser(state, g, j);
-        mine |= needs_care(state, g, j) << (j * W);
-        if (STATS) odd |= missed_infinity(state, j) << (j * W);
-      }
-      if (args.saved) save_softmax(g, inverse, mine);
-      if (args.kept_factor != 0.0f)
-        for (int j = 0; j < vecs[g]; ++j) inverse[j] *= splat(args.kept_factor);
+      const Verdict verdict = judge(g, inverse);
       char* out = (char*)row_at(args.out, args.dtype, block.b, block.h, block.first + g * kLanes);
       const auto unpack = args.dtype == Dtype::f32    ? unpack_output<Dtype::f32>
                           : args.dtype == Dtype::bf16 ? unpack_output<Dtype::bf16>
                                                       : unpack_output<Dtype::f16>;
-      mine |= unpack(scratch.ot[g], queries, vecs[g], (int)args.Dv, inverse, out, args.out.n * size_of(args.dtype));
-      if (STATS)
-        for (int j = 0; j < vecs[g]; ++j) write_stats(g, j);
-      bad |= (mine & everyone(g)) << (g * kLanes);
-      bad_stats |= (odd & everyone(g)) << (g * kLanes);
+      const uint64_t infinite =
+          unpack(scratch.ot[g], queries, vecs[g], (int)args.Dv, inverse, out, args.out.n * size_of(args.dtype));
+      bad |= (verdict.rows | (infinite & everyone(g))) << (g * kLanes);
+      bad_stats |= verdict.stats << (g * kLanes);
     }
     if (bad | bad_stats) exact_rows(args, block.b, block.h, block.first, bad | bad_stats, bad);
   }

@@ -101,12 +101,12 @@ POISE_INLINE void join_lanes(State& state, int j, vf alpha, vf move, const Added
 }
 
 // A guess at the mean of t: the state's if it has one, else that of the visible among a few of these rows.
-template <bool FINAL>
+template <bool FINAL, int ROW = kLanes>
 POISE_INLINE vf guess_mean(const State& state, int j, vf move, const float* s, int rows, vf slope, vf intercept) {
   const vf zero = splat(0.0f);
   vf sum = zero, count = zero;
   for (int n = 0; n < 8; ++n) {  // spread over the rows: neighbours may be alike, and hidden
-    const vf score = load(s + n * rows / 8 * kLanes), t = FINAL ? score - intercept : score * slope - intercept;
+    const vf score = load(s + n * rows / 8 * ROW), t = FINAL ? score - intercept : score * slope - intercept;
     const vmask counts = less(splat(-3e38f), t);  // visible, finite
     sum += select(counts, t, zero);
     count += select(counts, splat(1.0f), zero);
@@ -115,12 +115,12 @@ POISE_INLINE vf guess_mean(const State& state, int j, vf move, const float* s, i
   return select(equal(state.plain.weight[j], zero), own, state.plain.mean[j] + move);
 }
 
-// The exponentials of one lane vector: scores s [rows, kLanes] become weights in place (bf16: pairs, half the rows).
+// The exponentials of one lane vector: scores s [rows, ROW] become weights in place (bf16: pairs, half the rows).
 // MASKED: hidden entries are -inf and must not enter the plain moments. Sums are kept short, a chunk of rows each, and
 // then added up: one long chain of additions would lose the low digits of the means. Plain moments are taken about the
 // pilot, a guess at the mean of t; soft ones too where attention is flat, else about the maximum, where a peaked row
 // has its mean: anywhere else squares would cancel.
-template <class Cells, bool STATS, bool MASKED, bool FINAL>
+template <class Cells, bool STATS, bool MASKED, bool FINAL, int ROW = kLanes>
 POISE_INLINE Added weights(float* s, int rows, vf slope, vf intercept, vf pilot) {
   constexpr int kUnroll = 4, kChunk = 32;
   const vf zero = splat(0.0f), center = select(less(splat(-2.0f), pilot), pilot, zero);
@@ -130,7 +130,7 @@ POISE_INLINE Added weights(float* s, int rows, vf slope, vf intercept, vf pilot)
     vf sums[kUnroll] = {zero, zero, zero, zero};
     vf pt_sum = zero, ptt_sum = zero, pp_sum = zero, t_sum = zero, tt_sum = zero;
     const auto weigh = [&](int k, vf& sum) POISE_INLINE_LAMBDA {
-      const vf score = load(s + k * kLanes);
+      const vf score = load(s + k * ROW);
       const vf t = FINAL ? score - intercept : score * slope - intercept;
       const vf p = exp2_of(FINAL ? t * splat(kLog2e) : t);
       sum += p;
@@ -161,21 +161,21 @@ POISE_INLINE Added weights(float* s, int rows, vf slope, vf intercept, vf pilot)
 #pragma GCC unroll 2
         for (int u = 0; u < kUnroll; u += 2) {
           const vf low = weigh(k + u, sums[u]), high = weigh(k + u + 1, sums[u + 1]);
-          Cells::store_pair(s + (k + u) / 2 * kLanes, low, high);
+          Cells::store_pair(s + (k + u) / 2 * ROW, low, high);
         }
       }
       for (; k < end; k += 2) {
         const vf low = weigh(k, sums[0]), high = weigh(k + 1, sums[1]);
-        Cells::store_pair(s + k / 2 * kLanes, low, high);
+        Cells::store_pair(s + k / 2 * ROW, low, high);
       }
     } else
 #endif
     {
       for (; k + kUnroll <= end; k += kUnroll) {
 #pragma GCC unroll 4
-        for (int u = 0; u < kUnroll; ++u) store(s + (k + u) * kLanes, weigh(k + u, sums[u]));
+        for (int u = 0; u < kUnroll; ++u) store(s + (k + u) * ROW, weigh(k + u, sums[u]));
       }
-      for (; k < end; ++k) store(s + k * kLanes, weigh(k, sums[0]));
+      for (; k < end; ++k) store(s + k * ROW, weigh(k, sums[0]));
     }
     weight += (sums[0] + sums[1]) + (sums[2] + sums[3]);
     if (STATS) {

@@ -42,6 +42,12 @@ typedef float vf_unaligned __attribute__((vector_size(W * 4), aligned(4), may_al
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint64_t vw __attribute__((vector_size(W * 4)));  // W / 2 wide lanes
 
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kVectorRegisters = 32;
+#else
+constexpr int kVectorRegisters = 16;
+#endif
+
 // Whether a * b + c is rounded once, which the raw mode of softmax.h counts on.
 #if defined(__FMA__) || defined(__aarch64__)
 constexpr bool kFused = true;
@@ -55,6 +61,16 @@ constexpr float kLn2 = 0.693147180559945309417f;
 
 POISE_INLINE vf load(const void* p) { return *(const vf_unaligned*)p; }
 POISE_INLINE void store(void* p, vf x) { *(vf_unaligned*)p = x; }
+// The first `count` bytes at p, zeros after them; nothing else is read.
+POISE_INLINE vf load_bytes(const void* p, int count) {
+#if defined(__AVX512BW__)
+  return (vf)_mm512_maskz_loadu_epi8((1ull << count) - 1, p);
+#else
+  vf x = {};
+  memcpy(&x, p, (size_t)count);
+  return x;
+#endif
+}
 POISE_INLINE vf splat(float x) {
 #if defined(__AVX512F__)
   return (vf)_mm512_set1_ps(x);
@@ -453,6 +469,47 @@ POISE_INLINE void transpose(vf* r) {
     }
 }
 #endif
+
+// Lane i is the sum of x[i]'s lanes; x has W vectors.
+POISE_INLINE vf sum_each(vf* x) {
+#if defined(__AVX512F__)
+  const __m512* a = (const __m512*)x;
+  __m512 b[8], c[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    b[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512d low = (__m512d)b[2 * i], high = (__m512d)b[2 * i + 1];
+    c[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(low, high), (__m512)_mm512_unpackhi_pd(low, high));
+  }
+  const auto join = [](__m512 low, __m512 high) {  // adds neighbouring quarters
+    return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+  };
+  return (vf)join(join(c[0], c[1]), join(c[2], c[3]));
+#else
+  transpose(x);
+  vf sum = x[0];
+#pragma GCC unroll 8
+  for (int i = 1; i < W; ++i) sum += x[i];
+  return sum;
+#endif
+}
+
+// Lane i gets what is in lane i ^ by.
+POISE_INLINE vf swap_lanes(vf x, int by) {
+#if defined(__AVX512F__)
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return (vf)_mm512_permutexvar_ps(_mm512_xor_si512(lane, _mm512_set1_epi32(by)), (__m512)x);
+#elif defined(__AVX2__)
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return (vf)_mm256_permutevar8x32_ps((__m256)x, _mm256_xor_si256(lane, _mm256_set1_epi32(by)));
+#else
+  vf y;
+  for (int i = 0; i < W; ++i) y[i] = x[i ^ by];
+  return y;
+#endif
+}
 
 // --- Operands of the matrix kernels: 4-byte cells, one float or a pair of bf16 ---
 struct FloatCells {
