@@ -1,16 +1,17 @@
 """Whole models against transformers (sdpa) on the same weights: throughput by packing, encoders, prefill and decoding.
 
-    python benchmarks/models.py [embedding|bert|prefill|decode|t5 ...]
+    python benchmarks/models.py [--rounds 3] [embedding|bert|prefill|decode|t5 ...]
 
-Two threads; both take turns in one process, and medians are compared. Results are checked to agree before they are
-timed. MiniLM and SmolLM2 are the real ones (`make weights`), BERT-base and T5-small random at their published sizes.
+Two threads; both take turns in one process, medians are compared, and what they return must agree. MiniLM and SmolLM2
+are the real ones (`make weights`), BERT-base and T5-small random at their published sizes.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,19 @@ def agree(ours: Tensor, theirs: Tensor, within: float) -> None:
         raise AssertionError(f"outputs differ by {off:.1e} of their scale, allowed {within:.1e}")
 
 
+def timed(contestants: dict[str, Callable[[], Any]], rounds: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """Median seconds of each, and what each returned last."""
+    last: dict[str, Any] = {}
+
+    def remembering(name: str, call: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            last[name] = call()
+
+        return run
+
+    return interleaved({n: remembering(n, call) for n, call in contestants.items()}, 0.0, rounds), last
+
+
 def both(kind: str, config: Any, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
     """Their model of that configuration, random, and ours from what it saves."""
     torch.manual_seed(0)
@@ -45,7 +59,7 @@ def both(kind: str, config: Any, dtype: torch.dtype, **options: Any) -> tuple[An
     return theirs, ours
 
 
-def embedding() -> Iterator[Row]:
+def embedding(rounds: int) -> Iterator[Row]:
     path = weights.minilm()
     theirs = transformers.AutoModel.from_pretrained(path, attn_implementation="sdpa").eval()
     ours = models.load(path, head="embedding")
@@ -71,27 +85,28 @@ def embedding() -> Iterator[Row]:
         return run
 
     plain, sorted_ = batches(list(range(SENTENCES))), batches(sorted(range(SENTENCES), key=lambda i: lengths[i]))
-    agree(ours.embed(rows), plain(), 1e-5)
-    took = interleaved({"plain": plain, "sorted": sorted_, "ours": lambda: ours.embed(rows)}, 15, 3)
+    took, out = timed({"plain": plain, "sorted": sorted_, "ours": lambda: ours.embed(rows)}, rounds)
+    agree(out["ours"], out["plain"], 1e-5)
     what = f"MiniLM, {SENTENCES} sentences of {SHORTEST}–{LONGEST} tokens, fp32; transformers in batches of 32"
     yield f"{what} as they come", took["plain"], took["ours"], 2.0
     yield f"{what} sorted by length", took["sorted"], took["ours"], None
 
 
-def bert() -> Iterator[Row]:
+def bert(rounds: int) -> Iterator[Row]:
     ids = torch.randint(1000, 30000, (8, 512))
     for dtype, within, target in ((torch.float32, 1e-5, 1.15), (torch.bfloat16, 5e-2, 1.2)):
         theirs, ours = both("BertModel", transformers.BertConfig(), dtype)
-        agree(ours(ids), theirs(ids).last_hidden_state, within)
-        took = interleaved({"theirs": lambda: theirs(ids), "ours": lambda: ours(ids)}, 12, 3)  # noqa: B023
+        contestants = {"theirs": partial(theirs, ids), "ours": partial(ours, ids)}
+        took, out = timed(contestants, rounds)
+        agree(out["ours"], out["theirs"].last_hidden_state, within)
         yield f"BERT-base encoder, 8 × 512, {name(dtype)}", took["theirs"], took["ours"], target
 
 
-def t5() -> Iterator[Row]:
+def t5(rounds: int) -> Iterator[Row]:
     ids = torch.randint(1000, 30000, (1, 2048))
     theirs, ours = both("T5EncoderModel", transformers.T5Config(), torch.float32)
-    agree(ours(ids), theirs(ids).last_hidden_state, 1e-5)
-    took = interleaved({"theirs": lambda: theirs(ids), "ours": lambda: ours(ids)}, 12, 5)
+    took, out = timed({"theirs": lambda: theirs(ids), "ours": lambda: ours(ids)}, rounds)
+    agree(out["ours"], out["theirs"].last_hidden_state, 1e-5)
     yield "T5-small encoder, 1 × 2048, fp32", took["theirs"], took["ours"], 1.5
 
 
@@ -102,18 +117,18 @@ def smollm2(dtype: torch.dtype) -> tuple[Any, Any, Tensor]:
     return theirs, models.load(path, dtype=dtype), torch.randint(1000, 40000, (1, PROMPT))
 
 
-def prefill() -> Iterator[Row]:
+def prefill(rounds: int) -> Iterator[Row]:
     theirs, ours, ids = smollm2(torch.float32)
-    agree(ours(ids, last=True), theirs(ids, logits_to_keep=1).logits, 1e-5)
     contestants = {
         "theirs": lambda: theirs(ids, logits_to_keep=1, past_key_values=transformers.DynamicCache()),
         "ours": lambda: ours(ids, cache=GrowingCache(), last=True),
     }
-    took = interleaved(contestants, 20, 3)
+    took, out = timed(contestants, rounds)
+    agree(out["ours"], out["theirs"].logits, 1e-5)
     yield f"SmolLM2 prefill of {PROMPT}, fp32", took["theirs"], took["ours"], 1.2
 
 
-def decode() -> Iterator[Row]:
+def decode(rounds: int) -> Iterator[Row]:
     theirs, ours, ids = smollm2(torch.bfloat16)
     their_cache, our_cache = transformers.DynamicCache(), GrowingCache()
     theirs(ids, past_key_values=their_cache, logits_to_keep=1)
@@ -121,7 +136,8 @@ def decode() -> Iterator[Row]:
     follows = torch.randint(1000, 40000, (NEW, 1, 1))
 
     def their_steps() -> Tensor:
-        their_cache.crop(PROMPT - their_cache.get_seq_length())
+        if their_cache.get_seq_length() > PROMPT:
+            their_cache.crop(PROMPT - their_cache.get_seq_length())
         for token in follows:
             out = theirs(token, past_key_values=their_cache).logits
         return out
@@ -132,8 +148,8 @@ def decode() -> Iterator[Row]:
             out = ours(token, cache=our_cache, last=True)
         return out
 
-    agree(our_steps(), their_steps(), 5e-2)
-    took = interleaved({"theirs": their_steps, "ours": our_steps}, 20, 3)
+    took, out = timed({"theirs": their_steps, "ours": our_steps}, rounds)
+    agree(out["ours"], out["theirs"], 5e-2)
     yield f"SmolLM2 decoding of {NEW} tokens after {PROMPT}, bf16", took["theirs"], took["ours"], 1.3
 
 
@@ -144,20 +160,21 @@ def name(dtype: torch.dtype) -> str:
 CASES = {"embedding": embedding, "bert": bert, "prefill": prefill, "decode": decode, "t5": t5}
 
 
-def main(chosen: list[str]) -> None:
-    unknown = set(chosen) - set(CASES)
-    if unknown:
-        sys.exit(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("cases", nargs="*", choices=[[], *CASES], default=[], metavar="case", help=", ".join(CASES))
+    parser.add_argument("--rounds", type=int, default=3, help="how often each contestant is timed")
+    options = parser.parse_args()
     torch.set_num_threads(THREADS)
     transformers.logging.set_verbosity_error()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {THREADS} threads\n")
     print("| case | transformers ms | poise ms | ratio | target |\n|---|--:|--:|--:|--:|", flush=True)
-    for case in chosen or CASES:
+    for case in options.cases or CASES:
         with torch.no_grad():
-            for what, theirs, ours, target in CASES[case]():
+            for what, theirs, ours, target in CASES[case](options.rounds):
                 goal = "–" if target is None else f"{target:g}"
                 print(f"| {what} | {theirs * 1e3:.1f} | {ours * 1e3:.1f} | {theirs / ours:.2f} | {goal} |", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
