@@ -7,7 +7,7 @@ raises no alarms.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ EDGES: dict[str, tuple[float, ...]] = {
     "count": _COUNTS,
     "sink_mass": _UNIT,
 }
+_PIECE = 1 << 13  # rows summarised at once, over all groups
 _NAMES = tuple(EDGES)
 _SCALES: dict[tuple[float, ...], list[str]] = {}  # the statistics that share their edges
 for _name, _edges in EDGES.items():
@@ -85,34 +86,40 @@ class ScoreSummary:
 
         empty, broken = grouped(values["count"] == 0), grouped(values["lse"].isnan())
         rows = torch.stack([torch.ones_like(empty).sum(-1), empty.sum(-1), broken.sum(-1)], -1)
-        value = torch.stack([grouped(values[name]) for name in EDGES])  # [15, *S, rows]
-        missing = value.isnan()
-        nans = missing.sum(-1) - (missing & empty).sum(-1)
-        unused = (missing | empty) if bool(missing.any() | empty.any()) else None
-
-        def used_only(neutral: float) -> Tensor:
-            return value if unused is None else value.masked_fill(unused, neutral)
-
-        kept = used_only(0.0)
-        sums = [kept.sum(-1, dtype=torch.float64), torch.linalg.vector_norm(kept, dim=-1, dtype=torch.float64).square()]
-        del kept  # one copy of everything at a time
-        least = _extreme(used_only(math.inf), torch.amin, math.inf).double()
-        most = _extreme(used_only(-math.inf), torch.amax, -math.inf).double()
-        moments = torch.stack([*sums, least, most], -1)
-        histograms: dict[str, Tensor] = {}
-        for edges, names in _SCALES.items():  # one search for all statistics of a scale
-            places = [_NAMES.index(name) for name in names]
-            bins = torch.bucketize(value[places], _thresholds(edges, value), right=True)
-            used = torch.ones((), dtype=torch.int64, device=value.device).expand(bins.shape)
-            if unused is not None:
-                used = (~unused[places]).to(torch.int64)
-            counts = torch.zeros((*bins.shape[:-1], len(edges) + 1), dtype=torch.int64, device=value.device)
-            histograms |= dict(zip(names, counts.scatter_add_(-1, bins, used).unbind(0), strict=True))
+        columns = [grouped(values[name]) for name in _NAMES]
+        groups, device = columns[0].shape[:-1], empty.device
+        tables = {edges: _thresholds(edges, columns[0]) for edges in _SCALES}
+        moments = torch.zeros(len(_NAMES), *groups, 4, dtype=torch.float64, device=device)
+        moments[..., 2], moments[..., 3] = math.inf, -math.inf
+        nans = torch.zeros(len(_NAMES), *groups, dtype=torch.int64, device=device)
+        counts = {
+            edges: torch.zeros(len(names), *groups, len(edges) + 1, dtype=torch.int64, device=device)
+            for edges, names in _SCALES.items()
+        }
+        piece = max(_PIECE // max(groups.numel(), 1), 1)  # what is made of a piece stays in a cache
+        for start in range(0, empty.shape[-1], piece):
+            rows_here = slice(start, start + piece)
+            part = torch.stack([column[..., rows_here] for column in columns])  # [15, *S, piece]
+            missing, without = part.isnan(), empty[..., rows_here]
+            nans += (missing & ~without).sum(-1)
+            unused = missing | without
+            exact, bounded = part.double().masked_fill_(unused, 0.0), part.masked_fill(unused, math.inf)
+            moments[..., 0] += exact.sum(-1)
+            moments[..., 1] += exact.square_().sum(-1)
+            moments[..., 2] = torch.minimum(moments[..., 2], bounded.amin(-1).double())
+            moments[..., 3] = torch.maximum(moments[..., 3], bounded.masked_fill_(unused, -math.inf).amax(-1).double())
+            for edges, names in _SCALES.items():  # one search for all statistics of a scale
+                places = [_NAMES.index(name) for name in names]
+                bins = torch.bucketize(part[places], tables[edges], right=True)
+                counts[edges].scatter_add_(-1, bins, (~unused[places]).to(torch.int64))
+        histograms = {
+            name: table for edges, names in _SCALES.items() for name, table in zip(names, counts[edges], strict=True)
+        }
         return ScoreSummary(
             by,
-            dict(zip(_NAMES, moments.unbind(0), strict=True)),
+            dict(zip(_NAMES, moments, strict=True)),
             {name: histograms[name] for name in _NAMES},
-            dict(zip(_NAMES, nans.unbind(0), strict=True)),
+            dict(zip(_NAMES, nans, strict=True)),
             rows,
         )
 
@@ -222,10 +229,6 @@ def _thresholds(edges: tuple[float, ...], like: Tensor) -> Tensor:
     rounded = exact.to(like.dtype)
     up = torch.nextafter(rounded, torch.full_like(rounded, math.inf))
     return torch.where(rounded.double() < exact, up, rounded)
-
-
-def _extreme(value: Tensor, reduce: Callable[..., Tensor], neutral: float) -> Tensor:
-    return reduce(value, -1) if value.shape[-1] else value.new_full(value.shape[:-1], neutral)
 
 
 def _known(name: str) -> str:
