@@ -45,7 +45,7 @@ EDGES: dict[str, tuple[float, ...]] = {
     "count": _COUNTS,
     "sink_mass": _UNIT,
 }
-_PIECE = 1 << 13  # rows summarised at once, over all groups
+_PIECE = 1 << 13  # rows summarised at once, over all groups: few enough for a cache, enough for threads
 _NAMES = tuple(EDGES)
 _SCALES: dict[tuple[float, ...], list[str]] = {}  # the statistics that share their edges
 for _name, _edges in EDGES.items():
@@ -96,7 +96,7 @@ class ScoreSummary:
             edges: torch.zeros(len(names), *groups, len(edges) + 1, dtype=torch.int64, device=device)
             for edges, names in _SCALES.items()
         }
-        piece = max(_PIECE // max(groups.numel(), 1), 1)  # what is made of a piece stays in a cache
+        piece = max(_PIECE // max(groups.numel(), 1), 1)
         for start in range(0, empty.shape[-1], piece):
             rows_here = slice(start, start + piece)
             part = torch.stack([column[..., rows_here] for column in columns])  # [15, *S, piece]
