@@ -34,6 +34,9 @@ ROWS = (
     ("nn",),
     ("variants",),
     ("models",),
+    ("report",),
+    ("cli",),
+    ("__main__",),
 )
 ROW = {name: height for height, row in enumerate(ROWS) for name in row}
 

@@ -22,3 +22,16 @@ def smollm2() -> Path:
     if not (SMOLLM2 / "tokenizer_config.json").is_file():
         raise FileNotFoundError(f"the weights of SmolLM2 are not at {SMOLLM2}: {_ADVICE}")
     return SMOLLM2
+
+
+NAMED = {"minilm": minilm, "smollm2": smollm2}
+
+
+def directory(model: str) -> Path:
+    """Where a model lies that a user names: by one of those names, or by its directory."""
+    if model in NAMED:
+        return NAMED[model]()
+    if not (Path(model) / "config.json").is_file():
+        names = " or ".join(map(repr, NAMED))
+        raise FileNotFoundError(f"model must be {names} or a directory with a config.json; got {model!r}")
+    return Path(model)

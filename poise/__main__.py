@@ -1,0 +1,7 @@
+"""`python -m poise`: the command line."""
+
+import sys
+
+from poise.cli import main
+
+sys.exit(main())
