@@ -176,6 +176,17 @@ def test_an_input_changed_in_place_before_backward_is_noticed(options: dict[str,
         out.sum().backward()
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 5, 8), (2, 2, 0, 8)], ids=["batch", "queries"])
+def test_an_empty_call_has_gradients_of_zero(shape: tuple[int, ...]) -> None:
+    b, h, _, d = shape
+    table, slopes = leaves(torch.randn(h, 9), torch.rand(h))
+    for bias in (None, poise.relative(table), poise.alibi(slopes)):
+        q, k, v = leaves(torch.randn(shape), torch.randn(b, 2, 5, d), torch.randn(b, 2, 5, d))
+        poise.attention(q, k, v, bias=bias, q_offset=0).sum().backward()
+        assert all(x.grad is not None and not x.grad.any() for x in (q, k, v))
+    assert all(x.grad is not None and not x.grad.any() for x in (table, slopes))
+
+
 def test_inference_mode_gives_the_same_output(options: dict[str, Any]) -> None:
     inputs = leaves(*qkv())
     torch.manual_seed(0)
