@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import re
 import string
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -24,11 +26,12 @@ SIZES = {"vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "num_atten
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small BERT and a small Llama with grouped heads, random, with a tokenizer of whole words."""
+    """A small BERT, Llama with grouped heads, and T5, random, with a tokenizer of whole words."""
     torch.manual_seed(0)
     made = {
         "bert": models.Bert(SIZES, "hidden"),
         "llama": models.Llama({**SIZES, "num_key_value_heads": 2}),
+        "t5": models.T5({"vocab_size": 40, "d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}),
     }
     known = {word: i for i, word in enumerate(["[UNK]", *lesson.words(SENTENCE)])}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="[UNK]"))
@@ -144,12 +147,12 @@ class TestNumbers:
         shown = torch.tensor([float(x) for x in tables.heats[2]]).view(expected.shape)
         torch.testing.assert_close(shown, expected, rtol=0, atol=0.00051)
 
-    @pytest.mark.parametrize("family", ["bert", "llama"])
+    @pytest.mark.parametrize("family", ["bert", "llama", "t5"])
     def test_the_steps_end_where_the_model_does(self, checkpoints: dict[str, Path], family: str) -> None:
         """The last layer's input, projected and attended by hand, is what its attention gave."""
         taught = lesson.of_model(checkpoints[family], SENTENCE, layer=1)
         model = models.load(checkpoints[family])
-        stack = model.encoder if family == "bert" else model.decoder
+        stack = model.decoder if family == "llama" else model.encoder
         out = stack.blocks[1].attention.out
         joined = taught.outs.transpose(0, 1).flatten(1)
         torch.testing.assert_close(out(joined[None])[0], taught.y, rtol=1e-5, atol=1e-6)
@@ -159,6 +162,15 @@ class TestNumbers:
         taught = lesson.of_model(checkpoints["llama"], SENTENCE)
         tables.feed(page.page(taught, SENTENCE, texts.speaker("en"), "en"))
         assert [cell == "·" for cell in tables.heats[2]] == (~taught.visible).flatten().tolist()
+
+    def test_a_model_without_scale_says_so_and_a_bias_is_named(self, checkpoints: dict[str, Path]) -> None:
+        text = printed(lesson.of_model(checkpoints["t5"], SENTENCE))
+        assert "This model does not scale its scores" in text
+        assert "position bias is already added" in text
+
+    def test_many_tokens_still_fit_a_terminal(self) -> None:
+        text = printed(lesson.seeded(" ".join(f"palabra{i}" for i in range(30))))
+        assert max(map(len, text.splitlines())) <= terminal.WIDTH
 
     def test_han_characters_are_tokens_of_their_own(self) -> None:
         assert lesson.words("猫坐在 mat 上。") == ["猫", "坐", "在", "mat", "上", "。"]
@@ -224,6 +236,13 @@ class TestCommand:
             with pytest.raises(SystemExit):
                 main(["walk", SENTENCE, "--model", str(checkpoints["llama"]), *wrong])
             assert message in capsys.readouterr().err
+
+    def test_the_module_runs_as_a_program_and_fails_without_a_traceback(self) -> None:
+        wrong = [sys.executable, "-m", "poise", "walk", "--lang", "it"]
+        done = subprocess.run(wrong, capture_output=True, text=True, cwd=Path(poise.__file__).parents[1], timeout=120)
+        assert done.returncode == 2
+        assert "poise walk: error: lang must be one of" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 class TestGenerateCommand:

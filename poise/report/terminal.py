@@ -18,7 +18,7 @@ from torch import Tensor
 
 WIDTH, LABEL = 100, 12
 SHADES, FROM = " ░▒▓█", (0.02, 0.2, 0.4, 0.7)  # each shade from that weight on
-WIDE = 9  # so many tokens get wide columns, more get narrow ones and numbers of two digits
+WIDE = 9  # so many tokens get wide columns, more get narrow ones and shorter numbers
 HIDDEN = "·"  # what a token must not see
 
 
@@ -55,8 +55,11 @@ class Terminal:
         corner: what says so, for rows and for columns.
         """
         wide = len(tokens) <= WIDE
-        rows = [[_number(x, digits, wide, shaded) for x in row] for row in values.tolist()]
+        rows = [[_number(x, digits if wide else 1, shaded and not wide) for x in row] for row in values.tolist()]
         width = 8 if wide else max(3, *(len(cell) for row in rows for cell in row))
+        if LABEL + len(tokens) * (width + 1) > WIDTH:
+            rows = [[_number(x, 0, shaded) for x in row] for row in values.tolist()]
+            width = max(3, *(len(cell) for row in rows for cell in row))
         names = (" " + fit(word, 8, right=True) if wide else f" {j + 1:>{width}}" for j, word in enumerate(tokens))
         self.print(" " * LABEL + self.paint("  " + corner[1], "2"))
         self.print(self.paint(fit(corner[0], LABEL), "2") + "".join(names))
@@ -120,9 +123,7 @@ def numbers(values: Tensor, shown: int) -> str:
     return "".join(f"{x:6.2f}" for x in values[:shown].tolist()) + (" …" if len(values) > shown else "")
 
 
-def _number(x: float, digits: int, wide: bool, share: bool) -> str:
+def _number(x: float, digits: int, percent: bool) -> str:
     if x == float("-inf"):
         return HIDDEN
-    if wide:
-        return f"{x:.{digits}f}"
-    return str(min(round(100 * x), 99) if share else round(x))
+    return str(min(round(100 * x), 99)) if percent else f"{x:.{digits}f}"
