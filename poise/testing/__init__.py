@@ -11,7 +11,15 @@ from poise.testing import decode_cases as _decode_cases  # noqa: F401  (their im
 from poise.testing import edge_cases as _edge_cases  # noqa: F401
 from poise.testing.budget import Truth, check_out, check_stats, double, relative_l2, truth
 from poise.testing.cases import CASES, Arguments, Inputs, arguments
-from poise.testing.gradients import STATISTICS, GradientTruth, Incoming, check_gradients, differentiate, gradient_truth
+from poise.testing.gradients import (
+    STATISTICS,
+    GradientTruth,
+    Incoming,
+    check_gradients,
+    differentiate,
+    gradient_truth,
+    random_incoming,
+)
 from poise.testing.machine import isas
 
 __all__ = [
@@ -30,6 +38,7 @@ __all__ = [
     "double",
     "gradient_truth",
     "isas",
+    "random_incoming",
     "relative_l2",
     "truth",
 ]

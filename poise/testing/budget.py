@@ -83,7 +83,7 @@ def check_stats(packed: Tensor, truth: Truth) -> None:
     assert packed.numel() == truth.packed.numel(), f"packed is {list(packed.shape)}, not {list(truth.packed.shape)}"
     got = packed.reshape(truth.packed.shape).double()
     eps = torch.finfo(dtype).eps
-    slack = _slack(truth, 4 * eps)
+    slack = field_slack(truth.packed, truth.largest_score, 4 * eps)
     problems = []
     for index, name in enumerate(FIELDS):
         exact, naive = truth.packed[index], truth.naive_packed[index]
@@ -141,10 +141,10 @@ def _where(name: str, wrong: Tensor, got: Tensor, exact: Tensor) -> str:
     return f"{name}: {int(wrong.sum())} of {wrong.numel()} wrong, first at {list(first)}: {values}"
 
 
-def _slack(truth: Truth, eps: float) -> dict[str, Tensor]:
+def field_slack(packed: Tensor, largest_score: Tensor, eps: float) -> dict[str, Tensor]:
     """Per row, what an error of eps times the size of its scores makes of each field, to first order."""
-    exact = dict(zip(FIELDS, truth.packed, strict=True))
-    delta = eps * truth.largest_score
+    exact = dict(zip(FIELDS, packed, strict=True))
+    delta = eps * largest_score
     spread, spread_p = exact["var"].sqrt(), exact["var_p"].sqrt()
     slack = {
         "log_sum": 2 * delta,

@@ -14,17 +14,24 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 constexpr double kLogOf2 = 0.69314718055994530942;
 
+// What a query's visible keys make together. What the forward pass saved of them is rounded as its float scores are: an
+// error that all of a row's weights share, which their gradients would show.
+struct KnownRow {
+  bool known = false;
+  double top, lse, delta;  // lse: the sink's share included; NaN if the row attended a NaN
+};
+
+// Every key of a head asks for the same rows.
 struct KnownRows {
   uint64_t call = 0;
-  int64_t head = -1;
-  std::vector<double> lse;
-  std::vector<char> has;
+  std::vector<std::vector<KnownRow>> heads;
 };
 
 struct Query {
   Block block;  // the one that holds it
   int64_t i;
-  double scale, lse, delta;  // lse: the sink's share included; NaN if the row attended a NaN
+  double scale;
+  KnownRow row;
   ScoreTerms terms;
   std::vector<float> q, d_out;
 };
@@ -42,21 +49,19 @@ class Call {
   explicit Call(const BackwardArgs& back) : back_(back), args_(back.call), row_(args_.Dk), value_(args_.Dv) {}
 
   Query query(const Block& block, int64_t i) {
-    Query query{block, i, scale_of(args_, block, i), 0.0, 0.0, {}, {}, {}};
+    Query query = unknown_query(block, i);
     query.q.resize(args_.Dk), query.d_out.resize(args_.Dv);
     read_row(args_, args_.q, block.h, i, args_.Dk, query.q.data(), block);
     read_row(args_, back_.d_out, block.h, i, args_.Dv, query.d_out.data(), block);
-    read_row(args_, args_.out, block.h, i, args_.Dv, value_.data(), block);
-    query.delta = dot(query.d_out.data(), value_.data(), args_.Dv);
-    const int64_t place = (block.b * args_.H + block.h) * args_.N + i, step = args_.B * args_.H * args_.N;
-    const double top = back_.saved[kSavedTop * step + place], log = back_.saved[kSavedLog * step + place];
-    const double largest = back_.products ? top * std::fabs(query.scale) : top;
-    query.lse = log == log ? largest + log * kLogOf2 : known_lse(query);
-    if (back_.d_stats) {
-      const double relative = log == log ? log : (query.lse - args_.stats[kMaxScore * step + place]) / kLogOf2;
-      query.terms = score_terms(back_, block.b, block.h, i, (float)relative);
-    }
+    query.row = known_row(query);
+    const float log = (float)((query.row.lse - query.row.top) / kLogOf2);
+    if (back_.d_stats) query.terms = score_terms(back_, block.b, block.h, i, log);
     return query;
+  }
+
+  // Enough to ask what it sees.
+  Query unknown_query(const Block& block, int64_t i) const {
+    return Query{block, i, scale_of(args_, block, i), {}, {}, {}, {}};
   }
 
   // Keys [first, last) one by one, those that the query sees.
@@ -88,22 +93,15 @@ class Call {
     double score = 0.0;
     if (!scores(query, j, &pair.logit, &score)) return pair;
     pair.visible = true;
-    pair.p = std::exp(score - query.lse);
+    pair.p = std::exp(score - query.row.lse);
     read_row(args_, args_.v, kv_head(query), j, args_.Dv, value_.data(), query.block);
-    double inner = dot(query.d_out.data(), value_.data(), args_.Dv), plain = 0.0;
-    if (args_.kept_factor != 0.0f) {
-      const bool keeps = kept(args_, query.block.b * args_.H + query.block.h, query.i, j);
-      pair.to_value = keeps ? pair.p * args_.kept_factor : 0.0;
-      inner = keeps ? inner * args_.kept_factor : 0.0;
-    } else {
-      pair.to_value = pair.p;
-    }
-    inner -= query.delta;
+    const double factor = dropout_factor(query, j);
+    double inner = factor == 0.0 ? 0.0 : factor * dot(query.d_out.data(), value_.data(), args_.Dv), plain = 0.0;
+    pair.to_value = factor == 0.0 ? 0.0 : factor * pair.p;
+    inner -= query.row.delta;
     if (back_.d_stats) {
       const ScoreTerms& terms = query.terms;
-      const int64_t place = (query.block.b * args_.H + query.block.h) * args_.N + query.i;
-      const double top = args_.stats[kMaxScore * args_.B * args_.H * args_.N + place];
-      const double u = score - top - terms.shift, near = pair.p == 0.0 ? 0.0 : u;
+      const double u = score - query.row.top - terms.shift, near = pair.p == 0.0 ? 0.0 : u;
       inner += terms.constant + near * (terms.linear + near * terms.square) + pair.p * terms.own;
       for (int64_t s = 0; s < args_.num_sink_keys; ++s)
         if (args_.sink_keys[s] == j) inner += terms.sink;
@@ -122,23 +120,31 @@ class Call {
  private:
   int64_t kv_head(const Query& query) const { return query.block.h / (args_.H / args_.G); }
 
-  // Every key of the head asks for the same rows.
-  double known_lse(const Query& query) {
-    static thread_local KnownRows known;
-    const int64_t head = query.block.b * args_.H + query.block.h;
-    if (known.call != back_.serial || known.head != head) {
-      known.call = back_.serial, known.head = head;
-      known.lse.assign((size_t)args_.N, 0.0);
-      known.has.assign((size_t)args_.N, 0);
-    }
-    if (!known.has[query.i]) {
-      known.lse[query.i] = exact_lse(query);
-      known.has[query.i] = 1;
-    }
-    return known.lse[query.i];
+  // By what dropout multiplies a weight.
+  double dropout_factor(const Query& query, int64_t j) const {
+    if (args_.kept_factor == 0.0f) return 1.0;
+    return kept(args_, query.block.b * args_.H + query.block.h, query.i, j) ? args_.kept_factor : 0.0;
   }
 
-  double exact_lse(const Query& query) {
+  const KnownRow& known_row(Query& query) {
+    static thread_local KnownRows known;
+    if (known.call != back_.serial) {
+      known.call = back_.serial;
+      known.heads.assign((size_t)(args_.B * args_.H), {});
+    }
+    std::vector<KnownRow>& rows = known.heads[query.block.b * args_.H + query.block.h];
+    rows.resize((size_t)args_.N);
+    KnownRow& row = rows[query.i];
+    if (!row.known) {
+      find_lse(query);
+      find_delta(query);
+      query.row.known = true;
+      row = query.row;
+    }
+    return row;
+  }
+
+  void find_lse(Query& query) {
     double top = -kInfinity, sum = 0.0;
     for_visible(query, 0, args_.M, [&](int64_t j) {
       double logit = 0.0, score = 0.0;
@@ -151,13 +157,29 @@ class Call {
       }
       return sum == sum;
     });
-    if (sum != sum) return kNan;
-    if (args_.sink) {
+    query.row.top = top;
+    query.row.lse = sum == sum ? top + std::log(sum) : kNan;
+    if (args_.sink && sum == sum) {
       const double sink = args_.sink[query.block.h], most = sink > top ? sink : top;
-      if (most == -kInfinity) return most;
-      return most + std::log(sum * std::exp(top - most) + std::exp(sink - most));
+      query.row.lse = most == -kInfinity ? most : most + std::log(sum * std::exp(top - most) + std::exp(sink - most));
     }
-    return top + std::log(sum);
+  }
+
+  // From the output, as the kernels have it; an output that is not finite may be so by values that dropout dropped,
+  // whose weights have no gradient.
+  void find_delta(Query& query) {
+    read_row(args_, args_.out, query.block.h, query.i, args_.Dv, value_.data(), query.block);
+    double& delta = query.row.delta = dot(query.d_out.data(), value_.data(), args_.Dv);
+    if (std::isfinite(delta)) return;
+    delta = 0.0;
+    for_visible(query, 0, args_.M, [&](int64_t j) {
+      double logit = 0.0, score = 0.0;
+      const double factor = dropout_factor(query, j);
+      if (factor == 0.0 || !scores(query, j, &logit, &score)) return true;
+      read_row(args_, args_.v, kv_head(query), j, args_.Dv, value_.data(), query.block);
+      delta += factor * std::exp(score - query.row.lse) * dot(query.d_out.data(), value_.data(), args_.Dv);
+      return delta == delta;
+    });
   }
 
   const BackwardArgs& back_;
@@ -181,16 +203,22 @@ void exact_query_gradients(const BackwardArgs& back, int64_t b, int64_t h, int64
     const Query query = call.query(block, first + r);
     std::vector<double> sums(args.Dk, 0.0);
     double of_scale = 0.0;
+    bool any = false;
     call.for_visible(query, 0, args.M, [&](int64_t j) {
       const Pair pair = call.pair(query, j);
       if (!pair.visible) return true;
+      any = true;
       const double d_raw = pair.d_raw;
       for (int64_t d = 0; d < args.Dk; ++d) sums[d] += d_raw * query.scale * call.row()[d];
       of_scale += d_raw * dot(query.q.data(), call.row().data(), args.Dk);
       return d_raw == d_raw;  // nothing is left to find out about a row that is NaN throughout
     });
     if (back.d_q.data) put_row(args, back.d_q, b, h, first + r, sums);
-    if (back.d_scale) back.d_scale[(b * args.H + h) * args.N + first + r] = (float)of_scale;
+    const int64_t place = (b * args.H + h) * args.N + first + r;
+    if (back.d_scale) back.d_scale[place] = (float)of_scale;
+    if (!back.d_sink) continue;
+    const double share = any ? std::exp(args.sink[h] - query.row.lse) : 0.0;  // without keys: no output to change
+    back.d_sink[place] = share == 0.0 ? 0.0f : (float)(-share * query.row.delta);
   }
 }
 
@@ -207,8 +235,7 @@ void exact_key_gradient(const BackwardArgs& back, int64_t b, int64_t kv_head, in
         if (block.low[r] > n || block.high[r] <= n) continue;
         Query query;
         bool known = false;
-        Query probe{block, first + r, 0.0, 0.0, 0.0, {}, {}, {}};
-        call.for_visible(probe, n, n + 1, [&](int64_t) { return known = true; });
+        call.for_visible(call.unknown_query(block, first + r), n, n + 1, [&](int64_t) { return known = true; });
         if (!known) continue;
         query = call.query(block, first + r);
         const Pair pair = call.pair(query, n);

@@ -4,7 +4,7 @@
 
 namespace poise {
 
-// Writes dQ, and the scale's gradient, of the queries first + r whose bit r is set in `rows`.
+// Writes dQ, and the scale's and the sink's gradients, of the queries first + r whose bit r is set in `rows`.
 void exact_query_gradients(const BackwardArgs& args, int64_t b, int64_t h, int64_t first, uint64_t rows);
 
 // Writes dK (key: true) or dV of key n of a key/value head.
