@@ -468,3 +468,18 @@ def test_a_hessian_comes_by_blockwise_and_impl_cpu_says_so() -> None:
     torch.testing.assert_close(got, expected)
     with pytest.raises(ValueError, match='impl="blockwise"'):
         hessian(lambda q: poise.attention(q, k, v, impl="cpu").square().sum())(q)
+
+
+@pytest.mark.parametrize("changed", ["mask", "offset"])
+@pytest.mark.parametrize("impl", ["cpu", "blockwise"])
+def test_a_mask_or_offset_changed_in_place_before_the_backward_pass_is_noticed(impl: Any, changed: str) -> None:
+    q, k, v = (torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3))
+    seen, offset = torch.rand(16, 16) < 0.5, torch.tensor([0, 3])
+    mask = poise.keep(seen) & poise.causal()
+    out = poise.attention(q, k, v, mask=mask, q_offset=offset, impl=impl)
+    if changed == "mask":
+        seen.logical_not_()
+    else:
+        offset.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

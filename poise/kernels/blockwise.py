@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from poise.dropout import keep
+from poise.kernels.program import constants
 from poise.kernels.selective import mix, needs_care, pair
 from poise.kernels.tiles import (
     Tile,
@@ -135,13 +136,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shell: Problem, stats: bool, careful: bool, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
         ctx.shell, ctx.careful = shell, careful
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*tensors, *constants(shell))
         ctx.set_materialize_grads(False)
         return _swept(with_operands(shell, tensors), stats, careful)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_packed: Tensor | None) -> tuple[Tensor | None, ...]:
-        problem, wanted = with_operands(ctx.shell, ctx.saved_tensors), ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[3:]
+        problem = with_operands(ctx.shell, ctx.saved_tensors[: len(wanted)])
         with without_autocast(problem.q.device):
             # A NaN that comes in at one row must not reach the values which that row does not see.
             careful = ctx.careful or (d_out is not None and needs_care(problem, d_out))

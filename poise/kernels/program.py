@@ -86,6 +86,14 @@ def written(problem: Problem) -> Program:
     )
 
 
+def constants(problem: Problem) -> list[Tensor]:
+    """Tensors that a backward pass reads again but passes no gradient to: saved through autograd, which then notices
+    when they were changed in place."""
+    if (problem.mask is None or problem.mask.key is not None) and not isinstance(problem.offset, Tensor):
+        return []
+    return written(problem).tensors
+
+
 def read(program: Program) -> Problem:
     """Puts a problem together; only here a seed becomes a number."""
     words, tensors, numbers = iter(program.text.split()), iter(program.tensors), iter(program.numbers)

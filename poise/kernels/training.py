@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from poise.kernels import ops
+from poise.kernels.program import constants
 from poise.kernels.tiles import hollow, kinds, operands, with_operands
 from poise.plan import Plan, with_biases
 from poise.problem import Problem
@@ -51,7 +52,7 @@ class _Attention(torch.autograd.Function):
         out, packed, saved = ops.forward(problem, _plan(problem, mask_plan), stats, True, bshd)
         # The graph holds the operands as saved tensors, where in-place checks and offloading hooks see them.
         ctx.shell, ctx.mask_plan = hollow(problem), mask_plan
-        ctx.save_for_backward(out, saved, packed, *tensors)
+        ctx.save_for_backward(out, saved, packed, *tensors, *constants(problem))
         ctx.set_materialize_grads(False)
         return out, packed
 
@@ -59,8 +60,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_packed: Tensor | None) -> tuple[Tensor | None, ...]:
         if d_out is None and d_packed is None:
             return (None,) * (4 + len(ctx.needs_input_grad[4:]))
-        out, saved, packed, *tensors = ctx.saved_tensors
-        problem, wanted = with_operands(ctx.shell, tensors), ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[4:]
+        out, saved, packed, *tensors = ctx.saved_tensors[: 3 + len(wanted)]
+        problem = with_operands(ctx.shell, tensors)
         if d_out is None:
             d_out = torch.zeros_like(out)
 
