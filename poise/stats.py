@@ -261,10 +261,19 @@ def merge(*parts: tuple[Tensor, ScoreStats]) -> tuple[Tensor, ScoreStats]:
     """
     if not parts:
         raise ValueError("merge: got no parts; pass one or more (out, stats) pairs as returned by observe")
+    for part in parts:
+        if not (isinstance(part, tuple) and len(part) == 2 and isinstance(part[1], ScoreStats)):
+            raise TypeError(f"merge: each part must be an (out, stats) pair as returned by observe; got {_kind(part)}")
     (out, stats), *others = parts
     for other_out, other in others:
         out, stats = _merge_two(out, stats, other_out, other)
     return out, stats
+
+
+def _kind(part: object) -> str:
+    if isinstance(part, tuple):
+        return "(" + ", ".join(type(each).__name__ for each in part) + ")"
+    return type(part).__name__
 
 
 def _merge_two(out_x: Tensor, x: ScoreStats, out_y: Tensor, y: ScoreStats) -> tuple[Tensor, ScoreStats]:

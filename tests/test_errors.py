@@ -446,3 +446,12 @@ def test_no_message_mentions_an_address() -> None:
     with pytest.raises(TypeError) as caught:
         poise.attention(**tensors(), mask=object())
     assert not re.search(r"0x[0-9a-f]+", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"), [(torch.zeros(2), "Tensor"), ((torch.zeros(2), torch.zeros(2)), "(Tensor, Tensor)")]
+)
+def test_merging_what_observe_did_not_return_names_what_was_got(part: Any, kind: str) -> None:
+    with pytest.raises(TypeError, match="an \\(out, stats\\) pair as returned by observe") as error:
+        poise.merge(part, part)
+    assert str(error.value).endswith(f"got {kind}")
