@@ -102,7 +102,7 @@ class Call {
     if (back_.d_stats) {
       const ScoreTerms& terms = query.terms;
       const double u = score - query.row.top - terms.shift, near = pair.p == 0.0 ? 0.0 : u;
-      inner += terms.constant + near * (terms.linear + near * terms.square) + pair.p * terms.own;
+      inner += terms.constant + near * (terms.linear + near * terms.square) + pair.p * terms.unshare * terms.own;
       for (int64_t s = 0; s < args_.num_sink_keys; ++s)
         if (args_.sink_keys[s] == j) inner += terms.sink;
       plain = terms.plain + u * terms.plain_linear;

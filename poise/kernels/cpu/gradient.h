@@ -232,12 +232,12 @@ struct Gradient : PieceGradient<Cells, STATS, FINAL> {
   void read_terms() {
     curved = false;
     for (int r = 0; r < kTile; ++r) {
-      terms.constant[r] = terms.linear[r] = terms.square[r] = terms.own[r] = terms.sink[r] = 0.0f;
+      terms.constant[r] = terms.linear[r] = terms.square[r] = terms.own[r] = terms.unshare[r] = terms.sink[r] = 0.0f;
       terms.plain[r] = terms.plain_linear[r] = terms.shift[r] = 0.0f;
       if (r >= block.queries) continue;
       const ScoreTerms mine = score_terms(back, b, block.h, block.first + r, log_sum[r]);
       terms.constant[r] = mine.constant, terms.linear[r] = mine.linear, terms.square[r] = mine.square;
-      terms.own[r] = mine.own, terms.sink[r] = mine.sink;
+      terms.own[r] = mine.own, terms.unshare[r] = mine.unshare, terms.sink[r] = mine.sink;
       terms.plain[r] = mine.plain, terms.plain_linear[r] = mine.plain_linear, terms.shift[r] = mine.shift;
       curved |= mine.square != 0.0f || mine.own != 0.0f || mine.plain != 0.0f || mine.plain_linear != 0.0f;
     }

@@ -75,10 +75,11 @@ struct GradientScratch {
 };
 
 // What the statistics pass back to a row's scores, see docs/state.md:
-//   dS = p (dP + constant + u (linear + u square) + p own + [sink key] sink) + plain + u plain_linear
+//   dS = p (dP + constant + u (linear + u square) + p unshare own + [sink key] sink) + plain + u plain_linear
 // with u = s - E_p[s] over the keys.
 struct RowTerms {
-  float constant[kTile], linear[kTile], square[kTile], own[kTile], sink[kTile], plain[kTile], plain_linear[kTile];
+  float constant[kTile], linear[kTile], square[kTile], own[kTile], unshare[kTile], sink[kTile];
+  float plain[kTile], plain_linear[kTile];
   float shift[kTile];  // E_p[s] - max s
 };
 

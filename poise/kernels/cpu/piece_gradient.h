@@ -133,7 +133,7 @@ struct PieceGradient : GradientState {
             vf line = term(terms.linear, j);
             if (CURVED) {
               line += near * term(terms.square, j);
-              sum[r][j] += weight * term(terms.own, j);
+              sum[r][j] += weight * term(terms.unshare, j) * term(terms.own, j);
               vf plain = term(terms.plain, j) + u * term(terms.plain_linear, j);
               if (MASKED) plain = select(visible, plain, splat(0.0f));
               store(scratch.spread + r * kLanes + j * W, plain);
@@ -268,7 +268,7 @@ struct PieceGradient : GradientState {
       }
       const vf u = load(scratch.spread + i * kLanes + j * W), near = select(equal(p, zero), zero, u);
       inner += load(terms.constant + lane) + near * (load(terms.linear + lane) + near * load(terms.square + lane));
-      inner += p * load(terms.own + lane);
+      inner += p * load(terms.unshare + lane) * load(terms.own + lane);
       vf plain = load(terms.plain + lane) + u * load(terms.plain_linear + lane);
       if (MASKED) plain = select(mask_of(piece.words[i] >> lane), plain, zero);
       if (FINAL) plain = select(equal(u, splat(-kInf)), zero, plain);

@@ -8,10 +8,10 @@
 namespace poise {
 namespace {
 
-// dS_j = p_j (dP_j - delta + constant + u_j (linear + u_j square) + p_j own + [j is a sink key] sink)
+// dS_j = p_j (dP_j - delta + constant + u_j (linear + u_j square) + p_j unshare own + [j is a sink key] sink)
 //        + plain + u_j plain_linear,   u_j = s_j - E[s] under the keys' softmax = (s_j - max) - shift
 struct ScoreTerms {
-  float constant, linear, square, own, sink, plain, plain_linear, shift;
+  float constant, linear, square, own, unshare, sink, plain, plain_linear, shift;
 };
 
 // `log` is what the forward pass saved: log2 of the softmax's sum, with the sink, relative to the largest score.
@@ -32,7 +32,7 @@ inline ScoreTerms score_terms(const BackwardArgs& back, int64_t b, int64_t h, in
                            from_collision * value(kCollision) - passed(kSinkMass) * value(kSinkMass));
   terms.linear = more * (from_shift + 2.0f * from_spread);
   terms.square = more * from_spread;
-  terms.own = more * (more * from_collision);  // a share's square may be too small to divide by
+  terms.own = more * from_collision, terms.unshare = more;  // apart: a share's square may be too small to divide by
   terms.sink = more * passed(kSinkMass);
   terms.shift = value(kShift);
   terms.plain_linear = 2.0f * passed(kVar) / count;
