@@ -6,6 +6,7 @@ With POISE_REQUIRE_WEIGHTS=1, as `make test` sets it, missing weights fail these
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,14 @@ def test_the_tokenizer_of_smollm2_restores_what_it_reads(smollm2: Path) -> None:
         ids = words.encode(text).ids
         assert words.decode(ids, skip_special_tokens=False) == text
         assert theirs(text)["input_ids"] == ids
+
+
+@pytest.mark.usefixtures("minilm", "smollm2")
+def test_what_the_readme_does_with_models_works(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", readme.partition("## Models\n")[2], re.S)
+    assert code is not None
+    done: dict[str, Any] = {}
+    exec(code.group(1), done)
+    assert len(capsys.readouterr().out.split()) > 10
+    assert done["vectors"].shape == (len(done["texts"]), 384)
