@@ -216,7 +216,27 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save({"a": Path("b")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(Exception, match="Weights only load failed"):
+    with pytest.raises(ValueError, match="Weights only load failed"):
+        models.load(tmp_path)
+
+
+def test_a_pickle_from_before_archives_loads(tmp_path: Path) -> None:
+    reference = saved("llama", tmp_path)
+    want = models.load(tmp_path).state_dict()
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(reference.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    torch.testing.assert_close(models.load(tmp_path).state_dict(), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_file_cut_short_is_named(name: str, tmp_path: Path) -> None:
+    reference = saved("llama", tmp_path)
+    if name != "model.safetensors":
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(reference.state_dict(), tmp_path / name)
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=f"{name} is not a whole"):
         models.load(tmp_path)
 
 

@@ -15,7 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
@@ -94,13 +96,25 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
 
 
 def _read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    with _safetensors().safe_open(path, framework="pt") as file:
+    library = _safetensors()
+    try:
+        file = library.safe_open(path, framework="pt")
+    except library.SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch it again") from None
+    with file:
         for name in file.keys():  # noqa: SIM118
             yield name, file.get_tensor(name)
 
 
 def _read_pickled(path: Path) -> Iterator[tuple[str, Tensor]]:
-    yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()
+    # Before torch 1.6 such files were no archives; those cannot be mapped.
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        # Without what torch then advises, which is to run the code in it.
+        told = str(error).partition(". ")[0] or type(error).__name__
+        raise ValueError(f"{path} is not a whole file of tensors and nothing else: {told}") from None
+    yield from tensors.items()
 
 
 def fill(model: Named, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, where: str) -> None:
