@@ -254,6 +254,13 @@ def test_requests_that_cannot_be_met_are_refused(options: dict[str, Any], told: 
         generate(model, **{"prompts": PROMPTS, **options})
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_one_stop_string_is_not_taken_for_its_characters(beams: int, both: Any, words: Tokenizer) -> None:
+    _, model = both("gpt")
+    with pytest.raises(TypeError, match="stop_strings must be several"):
+        generate(model, PROMPTS, stop_strings="end", tokenizer=words, beams=beams)
+
+
 @pytest.mark.parametrize("change", [{"temperature": -1}, {"top_k": 0}, {"top_p": 2.0}, {"repetition_penalty": 0.0}])
 def test_sampling_refuses_nonsense(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):

@@ -115,9 +115,9 @@ def generate(
     beams: more than 1 keeps that many candidates and returns the likeliest finished one; greedy, no stop strings.
     length_penalty: candidates' log probabilities are divided by their length to this power.
     """
+    strings = _several(stop_strings)
     if beams == 1:
         rows: dict[int, tuple[list[int], list[str], list[Ending]]] = {}
-        strings = tuple(stop_strings)
         for piece in stream(
             model,
             prompts,
@@ -140,7 +140,7 @@ def generate(
         raise ValueError(f"beams must be at least 1; got {beams}")
     if sampling.temperature != 0:
         raise ValueError(f"beams are searched greedily: pass temperature 0 with beams; got {sampling.temperature}")
-    if tuple(stop_strings):
+    if strings:
         raise ValueError("stop_strings are not looked for with beams; pass stop_tokens")
     task = _Task.of(model, prompts, new, stop_tokens, (), tokenizer)
     if cache is None:
@@ -246,9 +246,7 @@ class _Task:
         stop_strings: Iterable[str],
         tokenizer: Any,
     ) -> _Task:
-        if isinstance(stop_strings, str):
-            raise TypeError(f"stop_strings must be several strings; got one: pass [{stop_strings!r}]")
-        strings = tuple(stop_strings)
+        strings = _several(stop_strings)
         if strings and tokenizer is None:
             raise ValueError("stop_strings need a tokenizer: pass tokenizer=poise.models.tokenizer(directory)")
         if any(not stop for stop in strings):
@@ -273,6 +271,12 @@ class _Task:
             if "decoder_start_token_id" in model.defaults
             else list(self.prompts[row])
         )
+
+
+def _several(strings: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(strings, str):  # which is an iterable of its characters
+        raise TypeError(f"stop_strings must be several strings; got one: pass [{strings!r}]")
+    return tuple(strings)
 
 
 def _as_ids(prompts: Any, tokenizer: Any) -> list[list[int]]:
