@@ -168,6 +168,18 @@ class TestNumbers:
         assert "This model does not scale its scores" in text
         assert "position bias is already added" in text
 
+    def test_the_least_gain_is_of_rows_with_something_to_choose(self, checkpoints: dict[str, Path]) -> None:
+        taught = lesson.of_model(checkpoints["llama"], SENTENCE)  # causal: its first row sees one key
+        _, _, rows = walk.effects(taught, texts.speaker("en"))
+        gains = [stats.responsiveness[0, taught.head] for _, _, stats in taught.scales]
+        assert [row[-1] for _, row in rows] == [f"{gain[1:].min():.4f}" for gain in gains]
+        assert all(gain[0] < gain[1:].min() for gain in gains)
+
+    def test_one_token_is_a_walk_too(self, checkpoints: dict[str, Path]) -> None:
+        for taught in (lesson.seeded("gato"), lesson.of_model(checkpoints["llama"], "gato")):
+            assert "gato" in printed(taught)
+            assert "gato" in page.page(taught, "gato", texts.speaker("en"), "en")
+
     def test_many_tokens_still_fit_a_terminal(self) -> None:
         text = printed(lesson.seeded(" ".join(f"palabra{i}" for i in range(30))))
         assert max(map(len, text.splitlines())) <= terminal.WIDTH

@@ -76,7 +76,9 @@ def effects(lesson: Lesson, say: Say) -> tuple[list[str], list[str], list[tuple[
     for name, _, stats in lesson.scales:
         shown = (stats.std, stats.max_prob, stats.entropy, stats.effective_keys, stats.responsiveness)
         means = [f"{statistic[0, lesson.head].mean():.2f}" for statistic in shown]
-        rows.append((scale_name(name, say), [*means, f"{stats.responsiveness[0, lesson.head].min():.4f}"]))
+        choosing = count >= count.max().clamp(max=2)  # a row that sees one key has nothing to choose
+        gains = stats.responsiveness[0, lesson.head][choosing]
+        rows.append((scale_name(name, say), [*means, f"{gains.min():.4f}"]))
     return names, limits, rows
 
 
