@@ -81,11 +81,13 @@ def test_logits_and_all_gradients_equal_eagers(family: Family, case: str) -> Non
     exact = logits_and_gradients(family, model_of(family, "eager", torch.float64), case)
     assert ours.keys() == eager.keys()
     for name, value in ours.items():
-        # Where eager's own error is as large as the bound, so is the difference. (Some families give NaN in float64:
-        # they take its smallest number for a mask and a float32 softmax. For them the bound stands alone.)
-        own_error = (eager[name] - exact[name]).abs().max().nan_to_num().item()
-        bound = BOUND * scale_of(name, eager) + 2 * own_error
-        assert (value - eager[name]).abs().max().item() <= bound, name
+        # Held against eager in float64, with the kernels' budget on top, twice the error eager makes in float32: both
+        # are roundings of one thing. (Some families give NaN in float64: they take its smallest number for a
+        # mask, and a float32 softmax. They are held against eager in float32, by the bound alone.)
+        known = bool(exact[name].isfinite().all())
+        truth = exact[name] if known else eager[name].double()
+        bound = BOUND * scale_of(name, eager) + (2 * (eager[name] - truth).abs().max().item() if known else 0.0)
+        assert (value - truth).abs().max().item() <= bound, name
 
 
 @pytest.mark.parametrize(("family", "case"), EVERY_CASE)
