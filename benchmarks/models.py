@@ -2,16 +2,19 @@
 
     python benchmarks/models.py [--rounds 3] [embedding|bert|prefill|decode|t5 ...]
 
-Two threads; both take turns in one process, medians are compared, and what they return must agree. MiniLM and SmolLM2
-are the real ones (`make weights`), BERT-base and T5-small random at their published sizes.
+Two threads; all take turns in one process, medians are compared, and what they return must agree. MiniLM is compared
+with onnxruntime too where that is installed; it is no dependency of poise. MiniLM and SmolLM2 are the
+real ones (`make weights`), BERT-base and T5-small random at their published sizes.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,7 +29,8 @@ from poise.testing import weights
 THREADS = 2
 SENTENCES, SHORTEST, LONGEST = 256, 5, 200
 PROMPT, NEW = 2048, 128
-Row = tuple[str, float, float, float | None]  # what, transformers' seconds, ours, target ratio
+Encode = Callable[[Tensor, Tensor], Tensor]  # ids and mask [B, N] -> hidden states [B, N, C]
+Row = tuple[str, float, float, float | None]  # what, the other's seconds, ours, target ratio
 
 
 def agree(ours: Tensor, theirs: Tensor, within: float) -> None:
@@ -59,6 +63,33 @@ def both(kind: str, config: Any, dtype: torch.dtype, **options: Any) -> tuple[An
     return theirs, ours
 
 
+def exported(model: Any) -> Encode:
+    """Their encoder as an ONNX graph that onnxruntime optimised: ids and mask [B, N] to hidden states [B, N, C]."""
+    import onnxruntime
+
+    class Exported(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor, real: Tensor) -> Tensor:
+            return self.model(input_ids=ids, attention_mask=real).last_hidden_state
+
+    sizes = {name: {0: "batch", 1: "length"} for name in ("ids", "real", "hidden")}
+    names = {"input_names": ["ids", "real"], "output_names": ["hidden"], "dynamic_axes": sizes}
+    example = torch.ones(2, 8, dtype=torch.int64)
+    attends = model.config._attn_implementation
+    model.set_attn_implementation("eager")  # plain operations, which the optimiser fuses
+    with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter, about shapes it fixes where they are fixed
+        torch.onnx.export(Exported().eval(), (example, example), f"{directory}/model.onnx", dynamo=False, **names)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = THREADS
+        session = onnxruntime.InferenceSession(f"{directory}/model.onnx", options, providers=["CPUExecutionProvider"])
+    model.set_attn_implementation(attends)
+    return lambda ids, real: torch.from_numpy(session.run(None, {"ids": ids.numpy(), "real": real.numpy()})[0])
+
+
 def embedding(rounds: int) -> Iterator[Row]:
     path = weights.minilm()
     theirs = transformers.AutoModel.from_pretrained(path, attn_implementation="sdpa").eval()
@@ -67,29 +98,44 @@ def embedding(rounds: int) -> Iterator[Row]:
     lengths = torch.randint(SHORTEST, LONGEST + 1, (SENTENCES,)).tolist()
     rows = [torch.randint(1000, 30000, (length,)) for length in lengths]
 
-    def padded(chosen: list[Tensor]) -> Tensor:
+    def hidden(ids: Tensor, real: Tensor) -> Tensor:
+        return theirs(input_ids=ids, attention_mask=real).last_hidden_state
+
+    def padded(encode: Encode, chosen: list[Tensor]) -> Tensor:
         ids = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
         real = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in chosen])[:, None]
-        hidden = theirs(input_ids=ids, attention_mask=real.long()).last_hidden_state
-        mean = (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+        mean = (encode(ids, real.long()) * real[..., None]).sum(1) / real.sum(1, keepdim=True)
         return torch.nn.functional.normalize(mean, dim=-1)
 
-    def batches(order: list[int]) -> Callable[[], Tensor]:
+    def batches(encode: Encode, order: list[int]) -> Callable[[], Tensor]:
         def run() -> Tensor:
             out = torch.empty(SENTENCES, 384)
             for start in range(0, SENTENCES, 32):
                 some = order[start : start + 32]
-                out[some] = padded([rows[i] for i in some])
+                out[some] = padded(encode, [rows[i] for i in some])
             return out
 
         return run
 
-    plain, sorted_ = batches(list(range(SENTENCES))), batches(sorted(range(SENTENCES), key=lambda i: lengths[i]))
-    took, out = timed({"plain": plain, "sorted": sorted_, "ours": lambda: ours.embed(rows)}, rounds)
+    by_length = sorted(range(SENTENCES), key=lambda i: lengths[i])
+    contestants = {
+        "plain": batches(hidden, list(range(SENTENCES))),
+        "sorted": batches(hidden, by_length),
+        "ours": lambda: ours.embed(rows),
+    }
+    if find_spec("onnxruntime") is None:
+        print("onnxruntime is not compared: pip install onnx onnxruntime")
+    else:
+        contestants["onnxruntime"] = batches(exported(theirs), by_length)
+    took, out = timed(contestants, rounds)
     agree(out["ours"], out["plain"], 1e-5)
     what = f"MiniLM, {SENTENCES} sentences of {SHORTEST}–{LONGEST} tokens, fp32; transformers in batches of 32"
     yield f"{what} as they come", took["plain"], took["ours"], 2.0
     yield f"{what} sorted by length", took["sorted"], took["ours"], None
+    if "onnxruntime" in contestants:
+        agree(out["ours"], out["onnxruntime"], 1e-4)
+        what = what.replace("transformers", "onnxruntime's CPU on the exported model")
+        yield f"{what} sorted by length", took["onnxruntime"], took["ours"], None
 
 
 def bert(rounds: int) -> Iterator[Row]:
@@ -168,7 +214,7 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     transformers.logging.set_verbosity_error()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {THREADS} threads\n")
-    print("| case | transformers ms | poise ms | ratio | target |\n|---|--:|--:|--:|--:|", flush=True)
+    print("| case | their ms | poise ms | ratio | target |\n|---|--:|--:|--:|--:|", flush=True)
     for case in options.cases or CASES:
         with torch.no_grad():
             for what, theirs, ours, target in CASES[case](options.rounds):
