@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, by name."""
+"""RMSNorm as a module; LayerNorm is torch's own."""
 
 from __future__ import annotations
 
