@@ -38,7 +38,7 @@ constexpr int W = 4, kTileRows = 4, kGroupVecs = 2;
 #endif
 
 typedef float vf __attribute__((vector_size(W * 4)));
-typedef float vf_unaligned __attribute__((vector_size(W * 4), aligned(4), may_alias));
+typedef float vf_unaligned __attribute__((vector_size(W * 4), aligned(1), may_alias));  // rows of int8 start anywhere
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint64_t vw __attribute__((vector_size(W * 4)));  // W / 2 wide lanes
 
