@@ -148,7 +148,9 @@ const char* differentiate(const BackwardArgs& args, const DenseBiasGradient* bia
 const char* backward(const BackwardArgs& args, const Threads& threads) { return differentiate(args, nullptr, threads); }
 
 const char* bias_gradient(const BackwardArgs& args, const DenseBiasGradient& bias, const Threads& threads) {
-  return differentiate(args, &bias, threads);
+  BackwardArgs only = args;  // nothing else is computed, so nothing else may be written
+  only.d_table = only.d_slopes = nullptr;
+  return differentiate(only, &bias, threads);
 }
 
 const char* forward(const ForwardArgs& args, const Threads& threads) {
