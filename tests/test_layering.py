@@ -35,6 +35,7 @@ ROWS = (
     ("variants",),
     ("models",),
     ("report",),
+    ("lab",),
     ("cli",),
     ("__main__",),
 )
