@@ -122,10 +122,60 @@ def _generate(options: argparse.Namespace) -> None:
         print(generate(model, options.prompt, beams=options.beams, **asked)[0].text)
 
 
+def _lab_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="list | run | report", required=True)
+    for action, text in (
+        ("list", "The claims, and their verdicts where they have been run."),
+        ("run", "Measure claims; what is finished is kept, and the same command goes on after an interruption."),
+        ("report", "Write what has been run as one HTML page."),
+    ):
+        own = actions.add_parser(action, help=text, description=text)
+        own.add_argument("--out", type=Path, default=Path("runs/lab"), metavar="DIR", help="results (default runs/lab)")
+        own.add_argument("--lang", default=preferred(), help=f"{', '.join(LANGUAGES)}; default: that of the locale")
+        if action == "run":
+            own.add_argument("names", nargs="*", metavar="NAME", help="names or numbers, see `poise lab list`")
+            own.add_argument("--all", action="store_true", help="every experiment")
+            level = own.add_mutually_exclusive_group()
+            quick, full = "everything in under 3 minutes", "whole grids, up to 8 hours"
+            level.add_argument("--quick", dest="level", action="store_const", const="quick", help=quick)
+            level.add_argument("--full", dest="level", action="store_const", const="full", help=full)
+            own.set_defaults(level="default")
+            own.add_argument("--seed", type=int, default=0, help="another draw of everything random (default 0)")
+        if action == "report":
+            own.add_argument(
+                "--docs", type=Path, metavar="DIR", help="also as Markdown with plots, a file per language"
+            )
+
+
+def _lab(options: argparse.Namespace) -> None:
+    from poise.lab import document, page, runner, texts
+    from poise.lab.experiment import experiments, find
+    from poise.lab.results import Results
+
+    results, say = Results(options.out), texts.speaker(texts.PAGE, options.lang)
+    if options.action == "list":
+        for line in runner.listing(results, options.lang):
+            print(line)
+    elif options.action == "run":
+        if options.all == bool(options.names):
+            raise ValueError("run takes either NAMEs or --all; `poise lab list` shows the names")
+        chosen = experiments() if options.all else [find(name) for name in options.names]
+        runner.run_all(chosen, options.level, options.seed, results, options.lang)
+    else:
+        found = page.entries(results)
+        written = [options.out / "lab.html"]
+        written[0].write_text(page.page(found, options.lang), encoding="utf-8")
+        if options.docs is not None:
+            written += document.write(found, options.docs)
+        for path in written:
+            print(say("page.written", path=path))
+
+
 MODEL_HELP = "a directory with a Hugging Face checkpoint, or minilm or smollm2 (see `make weights`)"
 COMMANDS = (
     Command("walk", "Walk through attention on a sentence, step by step.", _walk_arguments, _walk),
     Command("generate", "Continue a text with a language model.", _generate_arguments, _generate),
+    Command("lab", "Measure the claims about score scaling, and say which hold.", _lab_arguments, _lab),
 )
 
 

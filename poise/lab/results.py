@@ -87,9 +87,9 @@ class Results:
         unfinished.replace(path)
         return path
 
-    def record(self, experiment: Experiment) -> dict[str, Any] | None:
-        """That of the fullest level there is, if its version is the present one; `rows` as Rows."""
-        for level in reversed(LEVELS):
+    def record(self, experiment: Experiment, only: Level | None = None) -> dict[str, Any] | None:
+        """That of one level, or of the fullest there is, if its version is the present one; `rows` as Rows."""
+        for level in reversed(LEVELS) if only is None else (only,):
             path = self.out / level / f"{experiment.name}.json"
             if path.exists():
                 record: dict[str, Any] = _decoded(json.loads(path.read_text("utf-8")))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import poise
+from poise.lab import plots
 from poise.lab.evidence import Check, Said, Verdict, saying, weigh, worst
 from poise.lab.experiment import Cell, Experiment, Level, Rows, Values
 from poise.report.texts import Say
@@ -92,10 +93,10 @@ def draw(figure: Figure, rows: Rows, say: Say) -> None:
         own = rows.where(entries=entries)
         dims = own.parameter("d")
         found = [own.where(d=d).interval("ratio") for d in dims]
-        bars = [[x.mean - x.low for x in found], [x.high - x.mean for x in found]]
-        drawn = axes.errorbar(dims, [x.mean for x in found], bars, fmt="o", label=say(f"entries.{entries}"))
-        axes.plot(dims, [theory(entries, d) for d in dims], color=drawn[0].get_color(), linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel="d", ylabel="Var(q·k) / d", title=say("plot.theory"))
+        colour = plots.curve(axes, dims, found, say(f"entries.{entries}"), fmt="o")
+        axes.plot(dims, [theory(entries, d) for d in dims], color=colour, linewidth=1)
+    plots.ticks(axes, rows.parameter("d"))
+    axes.set(yscale="log", xlabel="d", ylabel="Var(q·k) / d", title=say("plot.theory"))
     axes.legend()
 
 
