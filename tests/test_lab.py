@@ -227,6 +227,18 @@ class TestRuns:
         runner.run(own, "default", 0, Results(tmp_path))
         assert not done & {json.dumps([cell, seed]) for cell, seed in made}
 
+    def test_measurements_side_by_side_give_the_same_rows(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        own = find("variance")
+        few = [cell for cell in own.cells("quick") if cell["d"] == 4]
+        own = replace(own, cells=lambda level: few, seeds={"quick": 2})
+        verdict = runner.run(own, "quick", 0, Results(tmp_path / "in turn"))
+        monkeypatch.setattr(runner.torch, "get_num_threads", lambda: 2)
+        beside = replace(own, side_by_side=True)
+        assert runner.run(beside, "quick", 0, Results(tmp_path / "beside")) == verdict
+        assert len(Results(tmp_path / "beside").finished(beside)) == 2 * len(few)
+
     def test_another_seed_or_version_is_measured_anew(
         self, counting: tuple[Experiment, list[tuple[Cell, int]]], tmp_path: Path
     ) -> None:

@@ -85,6 +85,7 @@ class Experiment:
     measure: Callable[[Cell, int], Values]  # deterministic in cell and seed, times aside
     judge: Callable[[Rows], Verdict]  # pure, by the rule that the texts state
     draw: Callable[[Figure, Rows, Say], None]  # labels of the axes by Say
+    side_by_side: bool = False  # several measurements at once, a thread each: for small ones of many small steps
     needs: Callable[[], str | None] = lambda: None  # what is missing to run it here and how to get it, or None
 
     def tasks(self, level: Level, seed: int) -> list[tuple[Cell, int]]:

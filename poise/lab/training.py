@@ -1,0 +1,471 @@
+"""Small language models for the lab, and their training: one seeded run, and what its scores were like meanwhile.
+
+A `Recipe` is all that a run depends on, as plain data; `train` turns it into a `Run`, plain data too. The model is a
+GPT of poise.nn's blocks, whose scale, cap, norms, sinks, gate and positions the recipe chooses. The data are bytes of
+the running Python's standard library, or what a `Task` draws. No verdicts here, and no files.
+
+Letters: B batch, N positions, C width, H heads, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import poise
+from poise import nn as blocks
+from poise import torch_hook
+
+BYTES = 256
+IGNORED = -100  # a target that counts nowhere
+HELD_OUT = 20  # one file of so many is kept from training
+SMOOTH = 10  # losses that are averaged before they are judged
+
+Positions = Literal["waves", "sinusoidal", "rotary", "alibi", "t5", "none"]
+Scale = Literal["1", "1/sqrt(d)", "1/d", "learned", "log n"]
+Sink = Literal["none", "learned", "off-by-one"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything one run depends on, besides its task."""
+
+    seed: int = 0
+    steps: int = 300
+    lr: float = 3e-3
+    warmup: int = 20  # steps until the learning rate is reached; then a cosine, down to a tenth
+    batch: int = 8
+    length: int = 64
+    width: int = 64
+    layers: int = 2
+    heads: int = 2
+    head_dim: int | None = None  # None: width / heads
+    value_dim: int | None = None  # None: as head_dim
+    scale: Scale = "1/sqrt(d)"
+    softcap: float | None = None
+    qk_norm: bool = False
+    gate: bool = False
+    sink: Sink = "none"
+    positions: Positions = "rotary"
+    weight_decay: float = 0.1
+    clip: float | None = 1.0  # of the gradient's norm
+    observe_every: int = 10  # steps between two looks at the scores; the last step is always looked at
+
+    def __post_init__(self) -> None:
+        for name, known in (("positions", Positions), ("scale", Scale), ("sink", Sink)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(
+                    f"{name} must be one of {', '.join(map(repr, get_args(known)))}; got {getattr(self, name)!r}"
+                )
+
+    @property
+    def key_dim(self) -> int:
+        return self.width // self.heads if self.head_dim is None else self.head_dim
+
+    def but(self, **changes: Any) -> Recipe:
+        return replace(self, **changes)
+
+
+class Batch(NamedTuple):
+    ids: Tensor  # int64 [B, N]
+    targets: Tensor  # int64 [B, N], IGNORED where nothing is asked
+
+
+class Task(Protocol):
+    """What is learned. `ceiling` is the loss of one who knows the frequencies of the answers and no more."""
+
+    vocabulary: int
+    ceiling: float
+
+    def draw(self, batch: int, length: int, generator: torch.Generator) -> Batch:
+        """A batch to learn from."""
+
+    def examine(self, batch: int, length: int, generator: torch.Generator) -> Batch:
+        """A batch that was never learned from."""
+
+
+class Text:
+    """The next byte of Python's standard library, file by file, without its tests."""
+
+    vocabulary = BYTES
+
+    def __init__(self) -> None:
+        self.learnt, self.held_out = _library()
+        self.ceiling = entropy(torch.bincount(self.learnt.long(), minlength=BYTES))
+
+    def draw(self, batch: int, length: int, generator: torch.Generator) -> Batch:
+        return _windows(self.learnt, batch, length, generator)
+
+    def examine(self, batch: int, length: int, generator: torch.Generator) -> Batch:
+        return _windows(self.held_out, batch, length, generator)
+
+    @cached_property
+    def bigram(self) -> float:
+        """Loss on the held-out bytes of one who knows how often each byte follows each other one, counting from 1."""
+        learnt, held_out = (
+            torch.bincount(pairs(bytes_), minlength=BYTES**2).view(BYTES, BYTES)
+            for bytes_ in (self.learnt, self.held_out)
+        )
+        share = (learnt + 1.0) / (learnt + 1.0).sum(1, keepdim=True)
+        return float(-(held_out * share.log()).sum() / held_out.sum())
+
+
+def pairs(source: Tensor) -> Tensor:
+    """A number for each byte and the one after it."""
+    return source[:-1].long() * BYTES + source[1:].long()
+
+
+@cache
+def text() -> Text:
+    return Text()
+
+
+@cache
+def _library() -> tuple[Tensor, Tensor]:
+    """Bytes to learn from, and bytes held out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    files = [path for path in sorted(root.rglob("*.py")) if not left_out & set(path.relative_to(root).parts)]
+    if len(files) < 2 * HELD_OUT:
+        raise FileNotFoundError(f"there are no source files of the standard library in {root}: nothing to train on")
+    parts = ([path for i, path in enumerate(files) if (i % HELD_OUT == 0) == held_out] for held_out in (False, True))
+    learnt, held_out = (bytearray(b"".join(path.read_bytes() for path in part)) for part in parts)
+    return torch.frombuffer(learnt, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8)
+
+
+def _windows(source: Tensor, batch: int, length: int, generator: torch.Generator) -> Batch:
+    """Random stretches, and the byte that follows each of their bytes."""
+    starts = torch.randint(len(source) - length, (batch, 1), generator=generator)
+    taken = source[starts + torch.arange(length + 1)].long()
+    return Batch(taken[:, :-1], taken[:, 1:])
+
+
+def entropy(counts: Tensor) -> float:
+    """Of the frequencies, in nats."""
+    share = counts[counts > 0].double() / counts.sum()
+    return float(-(share * share.log()).sum())
+
+
+class GPT(nn.Module):
+    """ids [B, N] to logits [B, N, V]; before training, queries and keys have entries of unit variance."""
+
+    def __init__(self, recipe: Recipe, vocabulary: int) -> None:
+        super().__init__()
+        width, heads, dim = recipe.width, recipe.heads, recipe.key_dim
+        self.tokens = nn.Embedding(vocabulary, width)  # also the output layer
+        self.positions = _added_positions(recipe)
+        block = blocks.BlockConfig(
+            width,
+            heads,
+            4 * width,
+            head_dim=recipe.head_dim,
+            value_dim=recipe.value_dim,
+            activation="gelu_tanh",
+            bias=False,
+            qk_norm=recipe.qk_norm,
+            gate=recipe.gate,
+            sinks=recipe.sink != "none",
+            softcap=recipe.softcap,
+            scale=_scale(recipe.scale, heads, dim),
+        )
+        self.decoder = blocks.Decoder(block, recipe.layers, positions=_scheme(recipe))
+        nn.init.normal_(self.tokens.weight, std=0.1)
+        for each in self.attentions():
+            nn.init.normal_(each.projection.weight, std=width**-0.5)
+            nn.init.normal_(each.out.weight, std=(each.out.in_features * 2 * recipe.layers) ** -0.5)
+            if each.sinks is not None and recipe.sink == "off-by-one":
+                each.sinks.requires_grad_(False)  # stays 0: the denominator has one more
+
+    def attentions(self) -> list[blocks.MultiHeadAttention]:
+        return [block.attention for block in self.decoder.blocks]  # type: ignore[misc]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        return F.linear(self.decoder(x), self.tokens.weight)
+
+
+class _Waves(nn.Module):
+    """Learned positions that begin as sinusoids three times the embeddings' size: so a byte model soon uses them."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        waves = blocks.Sinusoidal(width, layout="half")(torch.arange(count))
+        self.table = blocks.Learned(count, width)
+        self.table.weight.data.copy_(0.3 * waves)
+
+    def forward(self, places: Tensor) -> Tensor:
+        rows: Tensor = self.table(places)
+        return rows
+
+
+class _Sinusoids(nn.Module):
+    """The same, fixed: for any length."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.waves = blocks.Sinusoidal(width, layout="half")
+
+    def forward(self, places: Tensor) -> Tensor:
+        rows: Tensor = 0.3 * self.waves(places)
+        return rows
+
+
+def _added_positions(recipe: Recipe) -> nn.Module | None:
+    if recipe.positions == "waves":
+        return _Waves(recipe.length, recipe.width)
+    return _Sinusoids(recipe.width) if recipe.positions == "sinusoidal" else None
+
+
+def _scheme(recipe: Recipe) -> blocks.Scheme | None:
+    if recipe.positions == "rotary":
+        return blocks.Rotary(recipe.key_dim)
+    if recipe.positions == "alibi":
+        return blocks.Alibi(recipe.heads)
+    return blocks.RelativeBuckets(recipe.heads, bidirectional=False) if recipe.positions == "t5" else None
+
+
+def _scale(scale: Scale, heads: int, dim: int) -> float | Callable[[], nn.Module] | None:
+    if scale == "learned":
+        return partial(blocks.LearnedScale, heads, dim)
+    if scale == "log n":
+        return partial(blocks.LogLength, heads, dim)
+    return {"1": 1.0, "1/sqrt(d)": None, "1/d": 1.0 / dim}[scale]
+
+
+@dataclass
+class Look:
+    """The state of the scores in one step: a number per layer, over its heads and the rows of the batch."""
+
+    step: int
+    max_logit: list[float]
+    entropy: list[float]  # nats, mean over rows
+    least_entropy: list[float]  # of the head that has the least
+    responsiveness: list[float]
+    sink_mass: list[float]  # of the head that gives key 0 most
+    gradient_q: list[float]  # norm of the gradient of W_q, before clipping
+    gradient_k: list[float]
+
+
+@dataclass
+class Run:
+    """What came of a recipe."""
+
+    recipe: Recipe
+    losses: list[float] = field(default_factory=list)  # per step, nats
+    looks: list[Look] = field(default_factory=list)
+    held_out: float = math.nan
+    ceiling: float = math.nan
+    stopped_at: int | None = None  # the step whose loss or gradient was not finite
+
+    @property
+    def final(self) -> float:
+        """The held-out loss, the ceiling where there is none or a worse one: a diverged run knows nothing."""
+        return min(self.held_out, self.ceiling) if math.isfinite(self.held_out) else self.ceiling
+
+    @property
+    def diverged(self) -> bool:
+        """Not finite, or at its end worse than one who knows only how frequent the answers are."""
+        return self.stopped_at is not None or not self.held_out < self.ceiling
+
+    @property
+    def max_logit(self) -> float:
+        """The largest seen in any look, in any layer."""
+        return max((max(look.max_logit) for look in self.looks), default=math.nan)
+
+    def smoothed(self) -> list[float]:
+        """Means over SMOOTH losses, ending at each step from the SMOOTH-th on."""
+        sums = [sum(self.losses[end - SMOOTH : end]) for end in range(SMOOTH, len(self.losses) + 1)]
+        return [one / SMOOTH for one in sums]
+
+    def values(self, points: int = 16) -> dict[str, Any]:
+        """What a result record keeps of it: the outcome, and curves thinned to about so many points."""
+        smoothed = self.smoothed()
+        kept = range(0, len(smoothed), max(1, len(smoothed) // points))
+        looks = [*self.looks[:: max(1, len(self.looks) // points)], *self.looks[-1:]]
+        curves = {
+            name: [_rounded(pick(getattr(one, name))) for one in looks]
+            for name, pick in (
+                ("max_logit", max),
+                ("entropy", _mean),
+                ("least_entropy", min),
+                ("responsiveness", _mean),
+                ("sink_mass", max),
+                ("gradient_q", _mean),
+                ("gradient_k", _mean),
+            )
+        }
+        return {
+            "held_out": _rounded(self.held_out),
+            "final": _rounded(self.final),
+            "diverged": self.diverged,
+            "max_logit": _rounded(self.max_logit),
+            "losses": [[SMOOTH + i, _rounded(smoothed[i])] for i in kept],
+            "looks": {"step": [one.step for one in looks], **curves},
+        }
+
+
+def _mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def _rounded(number: float) -> float:
+    """To five digits, which is what a record is read for."""
+    return float(f"{number:.5g}")
+
+
+Change = Callable[[int, nn.Module], None]  # step, model: called before each step
+
+
+def train(
+    recipe: Recipe,
+    task: Task | None = None,
+    *,
+    model: nn.Module | None = None,
+    change: Change | None = None,
+    after_step: Callable[[int], object] | None = None,
+) -> tuple[Run, nn.Module]:
+    """One run from its seed on, and the model it leaves. Stops early where a loss or a gradient is not finite.
+
+    task: the text by default. model: goes on with this one instead of a new `GPT`; its `attentions()` are looked at.
+    change: what is done to the model before each step. after_step: called after the optimizer's.
+    """
+    task = text() if task is None else task
+    torch.manual_seed(recipe.seed)
+    model = GPT(recipe, task.vocabulary) if model is None else model
+    optimizer = optimizer_of(model, recipe)
+    order = torch.Generator().manual_seed(recipe.seed)
+    run = Run(recipe, ceiling=task.ceiling)
+    for step in range(recipe.steps):
+        if change is not None:
+            change(step, model)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, recipe)
+        looked = step % recipe.observe_every == 0 or step == recipe.steps - 1
+        batch = task.draw(recipe.batch, recipe.length, order)
+        if looked:
+            with poise.watch(model, alarms=False) as watch:
+                loss = loss_of(model, batch)
+                summaries = watch.summaries
+        else:
+            loss = loss_of(model, batch)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if looked:
+            run.looks.append(look(step, model, summaries))
+        size = nn.utils.clip_grad_norm_(model.parameters(), math.inf if recipe.clip is None else recipe.clip)
+        run.losses.append(loss.item())
+        if not (math.isfinite(run.losses[-1]) and math.isfinite(float(size))):
+            run.stopped_at = step
+            break
+        optimizer.step()
+        if after_step is not None:
+            after_step(step)
+    if run.stopped_at is None:
+        run.held_out = examined(model, task, recipe)
+    return run, model
+
+
+def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """AdamW; weights decay, vectors (norms, sinks, temperatures) do not."""
+    wanted = [one for one in model.parameters() if one.requires_grad]
+    groups = [
+        {"params": [one for one in wanted if one.dim() >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [one for one in wanted if one.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], recipe.lr, (0.9, 0.95), fused=True)
+
+
+def learning_rate(step: int, recipe: Recipe) -> float:
+    """Up linearly, then down to a tenth along a cosine."""
+    if step < recipe.warmup:
+        return recipe.lr * (step + 1) / recipe.warmup
+    done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    return recipe.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean surprise per answer, in nats."""
+    return F.cross_entropy(model(batch.ids).flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
+
+
+def look(step: int, model: nn.Module, summaries: Mapping[str, poise.ScoreSummary]) -> Look:
+    """What a watch saw of this step, and the gradients it left."""
+    seen = list(summaries.values())
+    shares = [_gradient_norms(each) for each in model.attentions()]  # type: ignore[operator]
+    return Look(
+        step,
+        max_logit=[float(one.max("max_logit").max()) for one in seen],
+        entropy=[float(one.mean("entropy").mean()) for one in seen],
+        least_entropy=[float(one.mean("entropy").min()) for one in seen],
+        responsiveness=[float(one.mean("responsiveness").mean()) for one in seen],
+        sink_mass=[float(one.mean("sink_mass").max()) for one in seen],
+        gradient_q=[q for q, _ in shares],
+        gradient_k=[k for _, k in shares],
+    )
+
+
+def _gradient_norms(attention: blocks.MultiHeadAttention) -> tuple[float, float]:
+    weight = attention.projection.weight
+    if weight.grad is None:
+        return math.nan, math.nan
+    q, k, _ = torch.split(weight.grad, attention.projection.rows)
+    return float(q.norm()), float(k.norm())
+
+
+@torch.no_grad()
+def examined(model: nn.Module, task: Task, recipe: Recipe, batches: int = 16) -> float:
+    """Mean loss on text that was never learned from; the same for all runs of a length."""
+    generator = torch.Generator().manual_seed(20261119)
+    model.eval()
+    losses = [loss_of(model, task.examine(16, recipe.length, generator)).item() for _ in range(batches)]
+    model.train()
+    return sum(losses) / batches
+
+
+def sensitivity(losses: Mapping[float, float], ceiling: float) -> float:
+    """Of the final loss to the learning rate: mean over rates of min(loss, ceiling) - best (Wortsman et al. 2023)."""
+    finals = [min(loss, ceiling) if math.isfinite(loss) else ceiling for loss in losses.values()]
+    return sum(finals) / len(finals) - min(finals)
+
+
+class _Listener:
+    """Keeps what one forward pass tells, row by row."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.heard: list[poise.ScoreStats] = []
+
+    def name_of(self, module: nn.Module) -> str | None:
+        return self.names.get(id(module))
+
+    def wants(self, name: str) -> bool:
+        return True
+
+    def receive(self, name: str, stats: poise.ScoreStats) -> None:
+        self.heard.append(stats)
+
+    def miss(self, name: str, why: str) -> None:
+        raise RuntimeError(f"{name} computed attention that could not be seen: {why}")
+
+
+def rows_of(model: nn.Module, ids: Tensor) -> list[poise.ScoreStats]:
+    """The statistics of every query row, [B, H, N], call by call, of a forward pass over ids."""
+    listener = _Listener(model)
+    torch_hook.listen(listener)
+    try:
+        with torch.no_grad():
+            model(ids)
+    finally:
+        torch_hook.stop_listening(listener)
+    return listener.heard
