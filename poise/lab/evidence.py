@@ -28,6 +28,9 @@ class Interval:
     def __str__(self) -> str:
         return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
+    def __truediv__(self, positive: float) -> Interval:
+        return Interval(self.low / positive, self.mean / positive, self.high / positive)
+
 
 def interval(values: Iterable[float], confidence: float = 0.95, comparisons: int = 1) -> Interval:
     """Student's interval for the mean of one number per seed.
