@@ -15,6 +15,7 @@ from poise.mask import (
     prefix,
     window,
 )
+from poise.monitor.remedies import remedy
 from poise.monitor.watch import Watch, watch
 from poise.op import attention, observe, received, scores
 from poise.score import Bias, alibi, alibi_slopes, relative
@@ -49,6 +50,7 @@ __all__ = [
     "prefix",
     "received",
     "relative",
+    "remedy",
     "scaled_dot_product_attention",
     "scores",
     "watch",

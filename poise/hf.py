@@ -40,6 +40,7 @@ from poise.op import attention, scores
 from poise.problem import autocast
 
 NAME = "poise"
+REMEDIES = "poise_remedies"  # the submodule of an attention module that may change its calls (monitor/remedies)
 
 _attention_layers: frozenset[int] | None = None
 _warn_bytes = 1 << 30
@@ -145,8 +146,12 @@ def attention_forward(
     else:
         bias = attention_mask if bias is None else bias + attention_mask
     call["bias"] = bias
+    attend: Any = attention
+    if (remedies := module._modules.get(REMEDIES)) is not None:
+        attend = remedies
+        query, key, call = attend.adjusted(query, key, call)
     swapped = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    out = attention(*swapped, **call, dropout=dropout, layout="bshd")
+    out = attend(*swapped, **call, dropout=dropout, layout="bshd")
     if not _wants_weights(output_attentions, module):
         return out, None
     size = 4 * query.shape[:3].numel() * key.shape[2]

@@ -53,13 +53,15 @@ class Alarm:
     meaning: str
     remedy: str
     reference: str
+    remedies: tuple[str, ...] = ()  # names for poise.remedy
     crossing: tuple[float, float, float] | None = None  # growth only: expected step, and where it lies with 95 %
 
     def __str__(self) -> str:
         where = self.layer if self.head is None else f"{self.layer} head {self.head}"
+        names = ", ".join(f'"{name}"' for name in self.remedies)
         return (
             f"[{self.kind}] {where}, step {self.step}: {self.value:.4g} (limit {self.limit:.4g}). "
-            f"{self.meaning} {self.remedy} [{self.reference}]"
+            f"{self.meaning} {self.remedy} " + (f"[poise.remedy: {names}] " if names else "") + f"[{self.reference}]"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,57 +69,67 @@ class Alarm:
         return asdict(self)
 
 
-# kind: what it means, what helps, where it is described
-_TEXTS = {
+# kind: what it means, what helps, where it is described, and which of poise.remedy's names that is
+_TEXTS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "max_logit": (
         "The largest score is so large that one key takes nearly all weight and its gradient vanishes.",
         "Use QK-norm, QK-Clip or a soft-cap, or lower the learning rate of W_q and W_k.",
         "Wortsman et al. 2023, arXiv:2309.14322",
+        ("qk-norm", "qk-clip", "soft-cap", "qk-lr"),
     ),
     "diverged_logit": (
         "No run whose scores grew this large is known to have recovered.",
         "Go back to a checkpoint before the growth, and use QK-norm, QK-Clip or a soft-cap.",
         "Wortsman et al. 2023, arXiv:2309.14322",
+        ("qk-norm", "qk-clip", "soft-cap"),
     ),
     "logit_growth": (
         "The largest score grows exponentially towards divergence.",
         "Use QK-Clip (it can be switched on in the middle of a run), QK-norm, or a lower learning rate.",
         "Kimi K2 2025, arXiv:2507.20534",
+        ("qk-clip", "qk-norm", "qk-lr"),
     ),
     "entropy_collapse": (
         "Attention that was spread over many keys has collapsed onto few.",
         "Use sigma-Reparam or QK-norm, lengthen the warm-up, or lower the learning rate.",
         "Zhai et al. 2023, arXiv:2303.06296",
+        ("sigma-reparam", "qk-norm", "entropy-floor", "qk-lr"),
     ),
     "saturation": (
         "The softmax is one-hot: almost no gradient passes to queries and keys.",
         "Lower the scale (1/sqrt(d), QK-norm, a soft-cap).",
         "Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1",
+        ("scale", "qk-norm", "soft-cap"),
     ),
     "flat": (
         "Attention is uniform: the head averages its values whatever it is asked.",
         "Raise the scale or the learning rate of W_q and W_k; check that positions reach the scores.",
         "Noci et al. 2022, arXiv:2206.03126",
+        ("scale", "qk-lr"),
     ),
     "sink_takeover": (
         "Every head of the layer rests on the first key: the layer moves no information.",
         "Give the softmax a sink of its own (a learned sink logit, or softmax-off-by-one).",
         "Xiao et al. 2023, arXiv:2309.17453; Gu et al. 2024, arXiv:2410.10781",
+        ("sink", "off-by-one"),
     ),
     "dead": (
         "The head's scores are all alike: its queries or keys are zero.",
         "Check weight decay and initialisation of W_q and W_k, or prune the head.",
         "Michel et al. 2019, arXiv:1905.10650",
+        (),
     ),
     "duplicate": (
         "Two heads behave alike: one of them is wasted.",
         "Initialise them apart; check that weights were not copied or tied by accident.",
         "Michel et al. 2019, arXiv:1905.10650",
+        (),
     ),
     "nonfinite": (
         "Rows of the attention are NaN or infinite.",
         "Find what is not finite in q or k: a too large learning rate, fp16 overflow, or data.",
         "IEEE 754",
+        (),
     ),
 }
 

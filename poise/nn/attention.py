@@ -106,10 +106,13 @@ class Choice(Protocol):
 
 
 class Exact:
-    """Exact attention: `poise.attention`."""
+    """Exact attention: `poise.attention`, or what stands in for it with the same arguments."""
+
+    def __init__(self, attend: Callable[..., Tensor] = attention) -> None:
+        self.attend = attend
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        out = attention(
+        out = self.attend(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
@@ -252,7 +255,7 @@ class MultiHeadAttention(nn.Module):
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, call: Call, cache: Cache, layer: int) -> Tensor:
         """[B, N, H, Dv]: from q to all that the cache holds of this layer, k and v included."""
-        if self.choice is not EXACT:
+        if not isinstance(self.choice, Exact):
             raise ValueError(f"only exact attention reads a cache; this module's choice is {self.choice!r}")
         cache.append(layer, k.transpose(1, 2), v.transpose(1, 2), call.visible.counts)
         mask = cache.mask if call.visible.mask is None else cache.mask & call.visible.mask

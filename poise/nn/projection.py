@@ -21,6 +21,8 @@ class Projection(nn.Module):
 
     A state dict may hold that matrix, or three: `query.weight`, `key.weight`, `value.weight` (and biases; one that is
     missing counts as zeros). What is saved is fused.
+
+    clip: components of queries, keys and values are clamped to [-clip, clip] (clip_qkv in OLMo, MPT and DBRX).
     """
 
     def __init__(
@@ -32,8 +34,10 @@ class Projection(nn.Module):
         head_dim: int | None = None,
         value_dim: int | None = None,
         bias: bool = True,
+        clip: float | None = None,
     ) -> None:
         super().__init__()
+        self.clip = clip
         kv_heads = heads if kv_heads is None else kv_heads
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads; got {heads} and {kv_heads}")
@@ -57,7 +61,7 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, N, C] to queries and keys [B, N, H + G, Dk], side by side, and values [B, N, G, Dv]."""
-        together = linear(x, self.weight, self.bias)
+        together = self._clipped(linear(x, self.weight, self.bias))
         keyed = self.rows[0] + self.rows[1]
         return _heads(together[..., :keyed], self.head_dim), _heads(together[..., keyed:], self.value_dim)
 
@@ -65,14 +69,17 @@ class Projection(nn.Module):
         """x [B, N, C] to queries [B, N, H, Dk]."""
         end = self.rows[0]
         bias = None if self.bias is None else self.bias[:end]
-        return _heads(linear(x, self.weight[:end], bias), self.head_dim)
+        return _heads(self._clipped(linear(x, self.weight[:end], bias)), self.head_dim)
 
     def keys_values(self, context: Tensor) -> tuple[Tensor, Tensor]:
         """context [B, M, C] to keys [B, M, G, Dk] and values [B, M, G, Dv]."""
         start, keyed = self.rows[0], self.rows[1]
         bias = None if self.bias is None else self.bias[start:]
-        together = linear(context, self.weight[start:], bias)
+        together = self._clipped(linear(context, self.weight[start:], bias))
         return _heads(together[..., :keyed], self.head_dim), _heads(together[..., keyed:], self.value_dim)
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        return x if self.clip is None else x.clamp(-self.clip, self.clip)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if prefix + "query.weight" in state_dict:
