@@ -28,7 +28,7 @@ from poise import dispatch, reference
 from poise.kernels import ops
 from poise.problem import Problem, prepare
 from poise.score import Dense
-from poise.stats import ScoreStats
+from poise.stats import FIELDS, ScoreStats
 from poise.testing import (
     CASES,
     STATISTICS,
@@ -285,6 +285,22 @@ def test_rows_that_see_nothing_have_no_gradient(impl, dtype, native):
     assert not got["k"][:, :, ::7].any()
     assert not got["v"][:, :, ::7].any()
     assert not got["bias0"][:, :, ~mask].any()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("sink", [1e4, 60.0, 0.5])
+def test_the_fields_have_the_gradients_of_a_call_without_the_sink(sink, impl, native):
+    q, k, v = (torch.randn(1, 2, n, 24) for n in (33, 70, 70))
+    weights = torch.randn(len(FIELDS), 1, 2, 33)
+
+    def gradients(sink: Tensor | None) -> tuple[Tensor, ...]:
+        leaves = q.clone().requires_grad_(), k.clone().requires_grad_()
+        _, stats = poise.observe(*leaves, v, sink=sink, sink_keys=(0, 3), impl=impl)
+        return torch.autograd.grad((torch.stack(list(stats.fields().values())) * weights).sum(), leaves)
+
+    for got, alone in zip(gradients(torch.tensor([sink, sink])), gradients(None), strict=True):
+        assert alone.abs().max() > 0.1
+        assert (got - alone).abs().max() <= 1e-5 * alone.abs().max()
 
 
 @pytest.mark.parametrize(("dtype", "heads"), [("fp32", 1), ("bf16", 4)])

@@ -24,6 +24,8 @@ from poise.problem import Problem, prepare
 from poise.score import Alibi, Bias, Dense, Relative
 from poise.stats import FIELDS
 
+_ORDINARY_ROWS = 4  # from which on torch's matmul sums in one chain
+
 
 @dataclass(frozen=True)
 class Truth:
@@ -113,7 +115,8 @@ def check_within(
 ) -> None:
     """Raises AssertionError unless |got - exact| - slack <= 2 amplify max|naive - exact| + 4 eps max|exact|.
 
-    All are float64; `dtype` is that of the result: the exact value rounded to it says what must be NaN or infinite.
+    What is too small to be a normal number may be 0: the kernels flush it. All are float64; `dtype` is that of the
+    result: the exact value rounded to it says what must be NaN or infinite.
     """
     rounded = exact.to(dtype).double()
     # Where the naive computation leaves the range of its numbers on the way to a finite value, nothing can be asked.
@@ -126,7 +129,7 @@ def check_within(
     if not bool(compared.any()):
         return
     size = exact[compared].abs().amax()
-    allowed = 2 * amplify * (naive - exact)[compared].abs().amax() + 4 * eps * size
+    allowed = 2 * amplify * (naive - exact)[compared].abs().amax() + 4 * eps * size + torch.finfo(dtype).tiny
     excess = (got - exact).abs() - (0.0 if slack is None else slack.to(exact.dtype))
     wrong = compared & ~(excess <= allowed)
     assert not bool(wrong.any()), (
@@ -174,7 +177,10 @@ def _naive(problem: Problem) -> Tensor:
     """Two matmuls and a softmax, without care for anything but rounding; the sink is one more column of scores."""
     batch, heads, queries, keys = problem.shape
     rows, cols = torch.arange(queries), torch.arange(keys)
-    scores = reference.score_tile(problem, rows, cols, "biased")  # [B, H, N, M] float32
+    # Few rows repeated: torch sums products of up to three rows in several chains, two thirds as wrong as others, which
+    # a computation that takes query heads or blocks together can't be asked to match.
+    repeated = rows.repeat(-(-_ORDINARY_ROWS // max(queries, 1)))
+    scores = reference.score_tile(problem, repeated, cols, "biased")[:, :, :queries]  # [B, H, N, M] float32
     visible = ~torch.isneginf(scores)
     if problem.sink is not None:
         scores = torch.cat([scores, problem.sink[:, None, None].expand(batch, heads, queries, 1)], -1)

@@ -75,8 +75,8 @@ def _add_masks() -> None:
 
 def _add_scores() -> None:
     sizes = {"n": 2, "m": 150, "d": 48, "h": 6, "g": 2}
-    add("decode-scale-per-row", lambda make: {"scale": 0.2 * make.normal(2, 6, 2)}, sizes=sizes)
-    add("decode-scale-zero-and-negative", sizes=sizes, scale=torch.tensor([0.0, -0.2, 0.1, 0.3, 0.0, -0.3]))
+    add("decode-scale-per-row", lambda make: {"scale": make.normal(2, 6, 2)}, sizes=sizes)
+    add("decode-scale-zero-and-negative", sizes=sizes, scale=torch.tensor([0.0, -1.0, 0.5, 1.5, 0.0, -1.5]))
     add("decode-softcap", sizes=sizes, softcap=5.0, scale=1.0)
     add("decode-sink", sizes=sizes, sink=torch.tensor([0.0, 2.0, -math.inf, 50.0, -1e4, 1.0]), sink_keys=(0, 16, 149))
     add("decode-alibi", sizes=sizes, bias=alibi([0.5, 0.1, 0.02, -0.1, 0.0, 1.0]), q_offset="end", mask=causal())
@@ -92,7 +92,7 @@ def _add_scores() -> None:
         lambda make: {
             "bias": make.normal(2, 1, 2, 150) + alibi([0.1] * 6) + relative(make.normal(9)),
             "mask": keep(make.bools(1, 150, p=0.8)) & causal(),
-            "scale": 0.2 * make.normal(1, 6, 1),
+            "scale": make.normal(1, 6, 1),
         },
         sizes=sizes,
         softcap=20.0,

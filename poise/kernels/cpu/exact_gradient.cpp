@@ -12,13 +12,11 @@ namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-constexpr double kLogOf2 = 0.69314718055994530942;
-
 // What a query's visible keys make together. What the forward pass saved of them is rounded as its float scores are: an
 // error that all of a row's weights share, which their gradients would show.
 struct KnownRow {
   bool known = false;
-  double top, lse, delta;  // lse: the sink's share included; NaN if the row attended a NaN
+  double top, lse_of_keys, lse, delta;  // lse: the sink's share included; NaN if the row attended a NaN
 };
 
 // Every key of a head asks for the same rows.
@@ -54,8 +52,7 @@ class Call {
     read_row(args_, args_.q, block.h, i, args_.Dk, query.q.data(), block);
     read_row(args_, back_.d_out, block.h, i, args_.Dv, query.d_out.data(), block);
     query.row = known_row(query);
-    const float log = (float)((query.row.lse - query.row.top) / kLogOf2);
-    if (back_.d_stats) query.terms = score_terms(back_, block.b, block.h, i, log);
+    if (back_.d_stats) query.terms = score_terms(back_, block.b, block.h, i);
     return query;
   }
 
@@ -96,18 +93,19 @@ class Call {
     pair.p = std::exp(score - query.row.lse);
     read_row(args_, args_.v, kv_head(query), j, args_.Dv, value_.data(), query.block);
     const double factor = dropout_factor(query, j);
-    double inner = factor == 0.0 ? 0.0 : factor * dot(query.d_out.data(), value_.data(), args_.Dv), plain = 0.0;
+    const double inner = factor == 0.0 ? 0.0 : factor * dot(query.d_out.data(), value_.data(), args_.Dv);
     pair.to_value = factor == 0.0 ? 0.0 : factor * pair.p;
-    inner -= query.row.delta;
+    pair.d_score = pair.p * (inner - query.row.delta);
     if (back_.d_stats) {
       const ScoreTerms& terms = query.terms;
-      const double u = score - query.row.top - terms.shift, near = pair.p == 0.0 ? 0.0 : u;
-      inner += terms.constant + near * (terms.linear + near * terms.square) + pair.p * terms.unshare * terms.own;
+      const double weight = std::exp(score - query.row.lse_of_keys);
+      const double u = score - query.row.top - terms.shift, near = weight == 0.0 ? 0.0 : u;
+      double passed = terms.constant + near * (terms.linear + near * terms.square) + weight * terms.own;
       for (int64_t s = 0; s < args_.num_sink_keys; ++s)
-        if (args_.sink_keys[s] == j) inner += terms.sink;
-      plain = terms.plain + u * terms.plain_linear;
+        if (args_.sink_keys[s] == j) passed += terms.sink;
+      pair.d_score += weight * passed + terms.plain + u * terms.plain_linear;
     }
-    pair.d_raw = pair.d_score = pair.p * inner + plain;
+    pair.d_raw = pair.d_score;
     if (args_.softcap != 0.0f) {
       const double y = std::tanh(pair.logit / args_.softcap);
       pair.d_raw *= 1.0 - y * y;
@@ -158,7 +156,7 @@ class Call {
       return sum == sum;
     });
     query.row.top = top;
-    query.row.lse = sum == sum ? top + std::log(sum) : kNan;
+    query.row.lse = query.row.lse_of_keys = sum == sum ? top + std::log(sum) : kNan;
     if (args_.sink && sum == sum) {
       const double sink = args_.sink[query.block.h], most = sink > top ? sink : top;
       query.row.lse = most == -kInfinity ? most : most + std::log(sum * std::exp(top - most) + std::exp(sink - most));

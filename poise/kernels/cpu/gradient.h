@@ -232,21 +232,30 @@ struct Gradient : PieceGradient<Cells, STATS, FINAL> {
   void read_terms() {
     curved = false;
     for (int r = 0; r < kTile; ++r) {
-      terms.constant[r] = terms.linear[r] = terms.square[r] = terms.own[r] = terms.unshare[r] = terms.sink[r] = 0.0f;
+      terms.constant[r] = terms.linear[r] = terms.square[r] = terms.own[r] = terms.sink[r] = 0.0f;
       terms.plain[r] = terms.plain_linear[r] = terms.shift[r] = 0.0f;
+      terms.log[r] = log_sum[r], terms.share[r] = 1.0f;
       if (r >= block.queries) continue;
-      const ScoreTerms mine = score_terms(back, b, block.h, block.first + r, log_sum[r]);
+      const int64_t n = block.first + r;
+      const ScoreTerms mine = score_terms(back, b, block.h, n);
+      // Without the sink; a row that is to be computed again, whose saved logarithm is NaN, keeps that.
+      if (args.sink && mine.any && log_sum[r] == log_sum[r])
+        terms.log[r] = args.stats[saved_place(args, kLogSum, b, block.h, n)] * kLog2e;
       terms.constant[r] = mine.constant, terms.linear[r] = mine.linear, terms.square[r] = mine.square;
-      terms.own[r] = mine.own, terms.unshare[r] = mine.unshare, terms.sink[r] = mine.sink;
+      terms.own[r] = mine.own, terms.sink[r] = mine.sink;
       terms.plain[r] = mine.plain, terms.plain_linear[r] = mine.plain_linear, terms.shift[r] = mine.shift;
       curved |= mine.square != 0.0f || mine.own != 0.0f || mine.plain != 0.0f || mine.plain_linear != 0.0f;
     }
-    if (FINAL) return;
-    // The reference is rounded: it is not where the largest score lies, from which the shift counts (docs/state.md).
+    // The reference is rounded: it is not where the largest score lies, from which the statistics count
+    // (docs/state.md).
     for (int r = 0; r < kTile; r += W) {
       const vf slope = load(scale + r) * splat(kLog2e), reference = load(top + r) * slope;
-      const vf off = multiply_add(load(top + r), slope, -reference) * splat(kLn2);
-      store(terms.shift + r, load(terms.shift + r) + off);
+      const vf off = FINAL ? splat(0.0f) : multiply_add(load(top + r), slope, -reference);
+      store(terms.shift + r, load(terms.shift + r) + off * splat(kLn2));
+      if (!args.sink) continue;
+      const vf log = load(terms.log + r) + off, share = exp2_of(vmin(log - load(log_sum + r), splat(0.0f)));
+      store(terms.log + r, log);
+      store(terms.share + r, select(equal(log, splat(kInf)), splat(1.0f), share));  // a row without keys
     }
   }
 

@@ -75,12 +75,13 @@ struct GradientScratch {
 };
 
 // What the statistics pass back to a row's scores, see docs/state.md:
-//   dS = p (dP + constant + u (linear + u square) + p unshare own + [sink key] sink) + plain + u plain_linear
-// with u = s - E_p[s] over the keys.
+//   dS = w (share (dP - delta) + constant + u (linear + u square) + w own + [sink key] sink) + plain + u plain_linear
+// with w = 2^(t - log) the softmax over the keys, p = share w, and u = s - E_w[s].
 struct RowTerms {
-  float constant[kTile], linear[kTile], square[kTile], own[kTile], unshare[kTile], sink[kTile];
+  float constant[kTile], linear[kTile], square[kTile], own[kTile], sink[kTile];
   float plain[kTile], plain_linear[kTile];
-  float shift[kTile];  // E_p[s] - max s
+  float shift[kTile];              // E_w[s] - max s
+  float log[kTile], share[kTile];  // without a softmax sink: log_sum and 1
 };
 
 struct GradientState {

@@ -79,7 +79,8 @@ struct PieceGradient : GradientState {
  private:
   // Whether nothing lies between products and weights.
   bool plain() const {
-    return !FINAL && args.kept_factor == 0.0f && lesser(k_cells, v_cells) > 0 && greater(k_cells, v_cells) <= kChain;
+    return !FINAL && args.kept_factor == 0.0f && !(STATS && args.sink) && lesser(k_cells, v_cells) > 0 &&
+           greater(k_cells, v_cells) <= kChain;
   }
 
   // Whether some query passes a gradient back to the mass on a sink key of the piece.
@@ -133,7 +134,7 @@ struct PieceGradient : GradientState {
             vf line = term(terms.linear, j);
             if (CURVED) {
               line += near * term(terms.square, j);
-              sum[r][j] += weight * term(terms.unshare, j) * term(terms.own, j);
+              sum[r][j] += weight * term(terms.own, j);
               vf plain = term(terms.plain, j) + u * term(terms.plain_linear, j);
               if (MASKED) plain = select(visible, plain, splat(0.0f));
               store(scratch.spread + r * kLanes + j * W, plain);
@@ -187,6 +188,7 @@ struct PieceGradient : GradientState {
     if (args.kept_factor != 0.0f) drop_gradients<N>(g, piece);
     for (int j = 0; j < N; ++j) masked ? differentiate<true>(g, j, piece) : differentiate<false>(g, j, piece);
     if (STATS) add_sink_keys<N>(g, piece);
+    if (STATS && args.sink) count_sink<N>(g, piece);
     if (args.kept_factor != 0.0f) drop_weights<N>(piece);
     if (back.d_table || back.d_slopes) add_diagonals<N>(g, piece);
     if (bias_sum) add_to_bias<N>(g, piece);
@@ -213,11 +215,12 @@ struct PieceGradient : GradientState {
     finish_scores<N, false>(args, block, scratch.raw, lane0, piece, scale, strip, top_score, top_logit, lowest);
   }
 
-  // Scores of one lane vector become weights in place, with statistics also distances from the mean.
+  // Scores of one lane vector become weights in place; with statistics, weights without the sink, and distances from
+  // the mean.
   template <bool MASKED>
   POISE_INLINE void weigh(int g, int j, const Piece& piece) {
     const int lane = g * kLanes + j * W;
-    const vf slope = load(scale + lane) * splat(kLog2e), log = load(log_sum + lane);
+    const vf slope = load(scale + lane) * splat(kLog2e), log = load((STATS ? terms.log : log_sum) + lane);
     const vf reference = FINAL ? load(top + lane) : load(top + lane) * slope;
     const vf shift = STATS ? load(terms.shift + lane) : splat(0.0f);
     for (int i = 0; i < piece.keys; ++i) {
@@ -261,14 +264,14 @@ struct PieceGradient : GradientState {
     for (int i = 0; i < piece.keys; ++i) {
       float* at = scratch.dp + i * kLanes + j * W;
       const vf p = load(scratch.raw + i * kLanes + j * W);
-      vf inner = load(at) + minus_delta;
       if (!STATS) {
-        store(at, p * inner);
+        store(at, p * (load(at) + minus_delta));
         continue;
       }
+      vf inner = load(terms.share + lane) * (load(at) + minus_delta);
       const vf u = load(scratch.spread + i * kLanes + j * W), near = select(equal(p, zero), zero, u);
       inner += load(terms.constant + lane) + near * (load(terms.linear + lane) + near * load(terms.square + lane));
-      inner += p * load(terms.unshare + lane) * load(terms.own + lane);
+      inner += p * load(terms.own + lane);
       vf plain = load(terms.plain + lane) + u * load(terms.plain_linear + lane);
       if (MASKED) plain = select(mask_of(piece.words[i] >> lane), plain, zero);
       if (FINAL) plain = select(equal(u, splat(-kInf)), zero, plain);
@@ -286,6 +289,16 @@ struct PieceGradient : GradientState {
         store(at, load(at) + load(scratch.raw + i * kLanes + j * W) * load(terms.sink + g * kLanes + j * W));
       }
     }
+  }
+
+  // Weights among the keys become those among keys and sink.
+  template <int N>
+  void count_sink(int g, const Piece& piece) {
+    for (int i = 0; i < piece.keys; ++i)
+      for (int j = 0; j < N; ++j) {
+        float* at = scratch.raw + i * kLanes + j * W;
+        store(at, load(at) * load(terms.share + g * kLanes + j * W));
+      }
   }
 
   template <int N>
