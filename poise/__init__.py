@@ -2,6 +2,7 @@
 
 from poise import hf
 from poise.explanation import Explanation, explain
+from poise.inspection import Inspection, inspect
 from poise.kvview import KVView
 from poise.mask import (
     Mask,
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Bias",
     "Explanation",
+    "Inspection",
     "KVView",
     "Mask",
     "ScoreStats",
@@ -43,6 +45,7 @@ __all__ = [
     "explain",
     "global_tokens",
     "hf",
+    "inspect",
     "keep",
     "lengths",
     "merge",

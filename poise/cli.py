@@ -171,11 +171,42 @@ def _lab(options: argparse.Namespace) -> None:
             print(say("page.written", path=path))
 
 
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    from poise.inspection.source import HELP
+
+    parser.add_argument("model", metavar="MODEL", help=HELP)
+    parser.add_argument("--text", action="append", default=[], type=_text, help="a text; may be repeated")
+    parser.add_argument("--file", action="append", default=[], type=Path, help="a file that is one text; repeatable")
+    parser.add_argument("--dataset", type=Path, metavar="LINES", help="a file of texts, one a line")
+    parser.add_argument("--layers", metavar="0,4-7", help="only these layers, by number (default all)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures")
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from poise.inspection import inspect, progress
+
+    texts = [*options.text, *(path.read_text(encoding="utf-8") for path in options.file)]
+    if options.dataset is not None:
+        texts += [line for line in options.dataset.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not texts:
+        texts = [speaker(language)("sentence") for language in LANGUAGES]
+    with progress.shown() as told:
+        found = inspect(options.model, texts, layers=options.layers, maps=False, progress=told)
+    print(found)
+    for path, write in ((options.json, found.json),):
+        if path is not None:
+            write(path)
+            print(f"written to {path}")
+    if found.interrupted:
+        raise KeyboardInterrupt
+
+
 MODEL_HELP = "a directory with a Hugging Face checkpoint, or minilm or smollm2 (see `make weights`)"
 COMMANDS = (
     Command("walk", "Walk through attention on a sentence, step by step.", _walk_arguments, _walk),
     Command("generate", "Continue a text with a language model.", _generate_arguments, _generate),
     Command("lab", "Measure the claims about score scaling, and say which hold.", _lab_arguments, _lab),
+    Command("inspect", "Tell what every attention head of a model does.", _inspect_arguments, _inspect),
 )
 
 

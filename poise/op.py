@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,8 +31,17 @@ _FIRST_KEY = (0,)
 # What an odd argument may raise on the direct way; the validated way then words it, or handles it.
 _REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
+
+class Scored(NamedTuple):
+    """What a call's statistics are of: `scores(q, k, **options)` are its scores. Valid during the call only."""
+
+    q: Tensor
+    k: Tensor | KVView
+    options: dict[str, Any]
+
+
 # Asked at each call; answers what to do with the statistics of this one, or None if nobody wants them.
-Observer: TypeAlias = Callable[[], Callable[[ScoreStats], None] | None]
+Observer: TypeAlias = Callable[[], Callable[[ScoreStats, Scored], None] | None]
 _observer: Observer | None = None
 
 
@@ -176,7 +185,7 @@ def observe(
     >>> stats.entropy.shape
     torch.Size([1, 8, 128])
     """
-    direct: tuple[Tensor, ScoreStats] | None = None
+    made: tuple[Tensor, ScoreStats] | None = None
     keys: Any
     values: Any
     try:
@@ -195,32 +204,35 @@ def observe(
             if band is not None and is_plain(q, keys, values) and not wants_grad(q, keys, values):
                 if layout == "bhsd":
                     out, packed = attend_observed(q, keys, values, scale, *band, False)
-                    direct = out, ScoreStats(packed, None, _FIRST_KEY)
+                    made = out, ScoreStats(packed, None, _FIRST_KEY)
                 elif layout == "bshd":
                     out, packed = attend_observed(*_swapped(q, keys, values), scale, *band, True)
-                    direct = out.transpose(1, 2), ScoreStats(packed, None, _FIRST_KEY, "bshd")
+                    made = out.transpose(1, 2), ScoreStats(packed, None, _FIRST_KEY, "bshd")
     except _REFUSALS:
         pass
-    if direct is not None:
-        return _told(*direct)
-    problem = prepare(
-        q,
-        k,
-        v,
-        mask=mask,
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        sink=sink,
-        dropout=dropout,
-        q_offset=q_offset,
-        layout=layout,
-        sink_keys=sink_keys,
-    )
-    out, rows = run(problem, impl, True, layout)
-    assert rows is not None
-    packed = rows[(slice(None),) + (0,) * (4 - q.dim())]  # [11, B, H, N], [11, H, N] or [11, N]
-    return _told(_as_given(out, q.dim(), layout), ScoreStats(packed, problem.sink, problem.sink_keys, layout))
+    if made is None:
+        problem = prepare(
+            q,
+            k,
+            v,
+            mask=mask,
+            bias=bias,
+            scale=scale,
+            softcap=softcap,
+            sink=sink,
+            dropout=dropout,
+            q_offset=q_offset,
+            layout=layout,
+            sink_keys=sink_keys,
+        )
+        out, rows = run(problem, impl, True, layout)
+        assert rows is not None
+        packed = rows[(slice(None),) + (0,) * (4 - q.dim())]  # [11, B, H, N], [11, H, N] or [11, N]
+        made = _as_given(out, q.dim(), layout), ScoreStats(packed, problem.sink, problem.sink_keys, layout)
+    if _observer is not None and (receive := _observer()) is not None:
+        options = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sink": sink}
+        receive(made[1], Scored(q, k, {**options, "q_offset": q_offset, "layout": layout}))
+    return made
 
 
 def scores(
@@ -321,13 +333,6 @@ def _watched(q: Tensor, k: Tensor | KVView, v: Tensor | None, **options: Any) ->
     with torch.no_grad():
         observe(q, k, v, **{**options, "dropout": 0.0})
     return out
-
-
-def _told(out: Tensor, stats: ScoreStats) -> tuple[Tensor, ScoreStats]:
-    """The pair, after the observer has had the statistics."""
-    if _observer is not None and (receive := _observer()) is not None:
-        receive(stats)
-    return out, stats
 
 
 def _swapped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from poise.dispatch import NATIVE_DTYPES
 from poise.mask import causal
-from poise.op import attention, set_observer
+from poise.op import Scored, attention, set_observer
 from poise.sdpa import scaled_dot_product_attention
 from poise.stats import ScoreStats
 
@@ -46,8 +46,8 @@ class Listener(Protocol):
     def wants(self, name: str) -> bool:
         """Whether the statistics of this module's attention are wanted."""
 
-    def receive(self, name: str, stats: ScoreStats) -> None:
-        """One call's statistics."""
+    def receive(self, name: str, stats: ScoreStats, scored: Scored) -> None:
+        """One call's statistics, and what they are of."""
 
     def miss(self, name: str, why: str) -> None:
         """This module computed attention that could not be seen."""
@@ -160,7 +160,7 @@ def _audience() -> list[tuple[Listener, str]]:
     return [(x, name) for key, (x, name) in known.items() if key in present and x.wants(name)]
 
 
-def _receiver() -> Callable[[ScoreStats], None] | None:
+def _receiver() -> Callable[[ScoreStats, Scored], None] | None:
     """The op's observer."""
     if not _path.frames:
         return None
@@ -172,9 +172,9 @@ def _receiver() -> Callable[[ScoreStats], None] | None:
     return partial(_deliver, audience)
 
 
-def _deliver(audience: list[tuple[Listener, str]], stats: ScoreStats) -> None:
+def _deliver(audience: list[tuple[Listener, str]], stats: ScoreStats, scored: Scored) -> None:
     for listener, name in audience:
-        listener.receive(name, stats)
+        listener.receive(name, stats, scored)
 
 
 def _miss(why: str) -> None:

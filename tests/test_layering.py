@@ -30,6 +30,7 @@ ROWS = (
     ("sdpa",),
     ("hf", "torch_hook"),
     ("monitor",),
+    ("inspection",),
     ("__init__",),
     ("nn",),
     ("variants",),

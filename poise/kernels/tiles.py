@@ -60,18 +60,18 @@ def tiles(problem: Problem, whole: bool = False) -> Iterator[tuple[Tile, Tensor 
     device, mask, offset = problem.q.device, problem.mask, problem.offset
     budget = _CPU_BUDGET if device.type == "cpu" else _DEVICE_BUDGET
 
-    def reach(first: int, last: int) -> tuple[int, int]:
+    def span(first: int, last: int) -> tuple[int, int]:
         if isinstance(offset, int):
-            return _reach(mask, first + offset, last + offset, keys)
-        return _reach(mask, -UNBOUNDED, UNBOUNDED, keys)  # reading the offsets would wait for the device
+            return reach(mask, first + offset, last + offset, keys)
+        return reach(mask, -UNBOUNDED, UNBOUNDED, keys)  # reading the offsets would wait for the device
 
     # The widest row of a band is the first, the last or, if the band is cut off at both ends, one in the middle.
-    spans = [reach(row, row) for row in (0, queries // 2, queries - 1)]
+    spans = [span(row, row) for row in (0, queries // 2, queries - 1)]
     fitting = budget // max(ratio * max(high - low for low, high in spans), 1)
     step = max(1, min(max(fitting, _FEWEST_ROWS // max(ratio, 1)), _MOST_ROWS, queries))
     for start in range(0, max(queries, 1), step):
         rows = slice(start, min(start + step, queries))
-        seen = slice(*reach(rows.start, rows.stop - 1))
+        seen = slice(*span(rows.start, rows.stop - 1))
         visible = None
         if mask is not None:
             visible = mask.evaluate(indices(rows, device), indices(seen, device), offset, problem.shape)
@@ -85,7 +85,7 @@ def tiles(problem: Problem, whole: bool = False) -> Iterator[tuple[Tile, Tensor 
                 yield tile, None if visible is None else _sliced(visible, (of_batch, of_heads))
 
 
-def _reach(mask: Mask | None, first: int, last: int, keys: int) -> tuple[int, int]:
+def reach(mask: Mask | None, first: int, last: int, keys: int) -> tuple[int, int]:
     """An interval that holds every key the positions first .. last may see, as far as the mask's structure tells."""
     low, high = 0, keys
     if isinstance(mask, Window):
@@ -96,10 +96,10 @@ def _reach(mask: Mask | None, first: int, last: int, keys: int) -> tuple[int, in
         low = mask.start if isinstance(mask.start, int) else 0
         high = mask.end if isinstance(mask.end, int) else keys
     elif isinstance(mask, And):
-        lows, highs = zip(*(_reach(each, first, last, keys) for each in mask.masks), strict=True)
+        lows, highs = zip(*(reach(each, first, last, keys) for each in mask.masks), strict=True)
         low, high = max(lows), min(highs)
     elif isinstance(mask, Or):
-        some = [(a, b) for a, b in (_reach(each, first, last, keys) for each in mask.masks) if a < b]
+        some = [(a, b) for a, b in (reach(each, first, last, keys) for each in mask.masks) if a < b]
         low, high = (min(a for a, _ in some), max(b for _, b in some)) if some else (0, 0)
     low = min(max(low, 0), keys)
     return low, min(max(high, low), keys)

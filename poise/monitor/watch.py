@@ -23,6 +23,7 @@ from poise.monitor.alarms import Alarm, Alarms
 from poise.monitor.ranks import Merger
 from poise.monitor.record import Record, make_record
 from poise.monitor.sinks import Background
+from poise.op import Scored
 from poise.stats import ScoreStats
 from poise.summary import ScoreSummary
 
@@ -147,7 +148,7 @@ class Watch:
     def wants(self, name: str) -> bool:
         return self._wanted(name)
 
-    def receive(self, name: str, stats: ScoreStats) -> None:
+    def receive(self, name: str, stats: ScoreStats, scored: Scored) -> None:
         mine = _some_rows(stats, self._rows).reduce("head")
         heads = mine.rows.numel()
         before = self._summaries.get(name)
