@@ -24,6 +24,7 @@ from torch.nn import functional as F
 import poise
 from poise import nn as blocks
 from poise import torch_hook
+from poise.op import Scored
 
 BYTES = 256
 IGNORED = -100  # a target that counts nowhere
@@ -452,7 +453,7 @@ class _Listener:
     def wants(self, name: str) -> bool:
         return True
 
-    def receive(self, name: str, stats: poise.ScoreStats) -> None:
+    def receive(self, name: str, stats: poise.ScoreStats, scored: Scored) -> None:
         self.heard.append(stats)
 
     def miss(self, name: str, why: str) -> None:

@@ -22,6 +22,7 @@ from poise.monitor.remedies.anatomy import Anatomy, trained
 from poise.monitor.remedies.calls import CallRemedies, implementation
 from poise.monitor.remedies.handle import Remedy, stands
 from poise.monitor.remedies.scaling import QueryNorm
+from poise.op import Scored
 from poise.stats import ScoreStats
 
 
@@ -72,7 +73,7 @@ class QKClip(Remedy):
     def wants(self, name: str) -> bool:
         return True
 
-    def receive(self, name: str, stats: ScoreStats) -> None:
+    def receive(self, name: str, stats: ScoreStats, scored: Scored) -> None:
         largest = stats.max_logit.detach()
         largest = largest.movedim(-2, 0).flatten(1).amax(1)  # [H]
         before = self.seen.get(name)
