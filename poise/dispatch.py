@@ -1,7 +1,7 @@
 """Which implementation runs a validated call, and running it.
 
 The choice is never silent: what is asked for by name runs or raises, and every choice carries its reason. Also here:
-what op.py must know to spare plain calls both validation and choice. No arguments are checked here (problem.py does).
+what op.py must know to spare plain calls both validation and choice. No arguments are checked here (arguments.py does).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from poise import reference, traced, transformed
+from poise.arguments import MAX_OFFSET
 from poise.kernels import blockwise, ops, training
 from poise.mask import UNBOUNDED, Window
 from poise.plan import Plan, lower
-from poise.problem import MAX_OFFSET, Problem
+from poise.problem import Problem, seeded
 
 Impl: TypeAlias = Literal["cpu", "blockwise", "reference"]
 IMPLS = ("cpu", "blockwise", "reference")
@@ -28,6 +29,8 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 attend: Callable[..., Tensor] | None = ops.attend if ops.available() else None
 attend_observed: Callable[..., tuple[Tensor, Tensor]] | None = ops.attend_observed if ops.available() else None
 EVERYTHING = (UNBOUNDED, UNBOUNDED, 0)  # left, right, offset
+# What an odd argument may raise on the way to these; the validated way then words it, or handles it.
+REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 _FLOAT64 = torch.float64
 _compiling = torch.compiler.is_compiling
@@ -146,6 +149,13 @@ def band_of(mask: object, q_offset: object, q: Tensor, k: Tensor, layout: str) -
 def run(problem: Problem, impl: Impl | None, stats: bool, layout: str) -> tuple[Tensor, Tensor | None]:
     """Output [B, H, N, Dv], as a transposed view of [B, N, H, Dv] for layout "bshd", and packed statistics."""
     chosen = choose(problem, impl).impl
+    problem = seeded(problem)
+    if impl is None and chosen == "blockwise":
+        _warn_if_missing(problem)
+    return _computed(problem, chosen, stats, layout)
+
+
+def _computed(problem: Problem, chosen: Impl, stats: bool, layout: str) -> tuple[Tensor, Tensor | None]:
     bshd = layout == "bshd"
     if _compiling():
         save = _grad_enabled() and any(tensor.requires_grad for _, tensor in problem.differentiable())
@@ -153,7 +163,7 @@ def run(problem: Problem, impl: Impl | None, stats: bool, layout: str) -> tuple[
     if chosen == "cpu" and _transforming():
         return transformed.run(problem, chosen, stats, bshd)
     if problem.view is not None and chosen != "cpu":
-        out, packed = run(problem.dense(), chosen, stats, layout)
+        out, packed = _computed(problem.dense(), chosen, stats, layout)
         return out.to(problem.q.dtype), packed
     if chosen == "cpu":
         if _grad_enabled() and any(tensor.requires_grad for _, tensor in problem.differentiable()):
@@ -161,8 +171,6 @@ def run(problem: Problem, impl: Impl | None, stats: bool, layout: str) -> tuple[
             return training.run(problem, mask_plan, stats, bshd)
         return ops.run(problem, lowered(problem), stats, bshd)
     if chosen == "blockwise":
-        if impl is None:
-            _warn_if_missing(problem)
         out, packed = blockwise.run(problem, stats)
     else:
         out, packed = reference.run(problem, stats)

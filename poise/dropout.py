@@ -19,6 +19,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 Seed = int | Tensor  # 64 bits, unsigned; as a tensor its two words, int64 [2], the lower first
+UNDRAWN = -1
 
 
 def draw_seed() -> Seed:

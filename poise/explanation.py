@@ -5,15 +5,16 @@ Uses the same validation, choice and lowering as the call itself, so that it can
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from poise.arguments import BiasLike, Layout, MaskLike, OffsetLike, ScaleLike
 from poise.dispatch import Impl, choose, lowered
 from poise.kernels import ops
 from poise.kvview import KVView
 from poise.plan import visible_area
-from poise.problem import BiasLike, Layout, MaskLike, OffsetLike, ScaleLike, check_dropout, prepare
+from poise.problem import prepare
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,18 @@ def explain(
     ...
     """
     problem = prepare(
-        q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink, q_offset=q_offset, layout=layout
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+        dropout=dropout,
+        q_offset=q_offset,
+        layout=layout,
     )
-    # Prepared without dropout, which would draw a seed from torch's generator.
-    problem = replace(problem, dropout=check_dropout(dropout))
     choice = choose(problem, impl)
     # Plans are for kernels that read a CPU's memory.
     plan = lowered(problem) if problem.q.device.type == "cpu" else None

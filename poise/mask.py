@@ -322,7 +322,7 @@ def _integers(where: str, name: str, value: Tensor | Sequence[int] | None) -> tu
     if table.numel() == 0 and owned:
         table = table.to(torch.int64)
     if table.dtype == torch.bool or table.is_floating_point() or table.is_complex():
-        raise TypeError(f"{where}: {name} must hold integers, got {table.dtype}")
+        raise TypeError(f"{where}: {name} must hold integers, got {table.dtype}: convert it with .long()")
     if table.dim() not in (1, 2):
         raise ValueError(f"{where}: {name} must have 1 or 2 dims, got shape {tuple(table.shape)}")
     return table, (where, *_value(value, table)) if owned else None

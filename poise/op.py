@@ -20,16 +20,15 @@ import torch
 from torch import Tensor
 
 from poise import reference
-from poise.dispatch import EVERYTHING, Impl, attend, attend_observed, band_of, is_plain, run, wants_grad
+from poise.arguments import BiasLike, Layout, MaskLike, OffsetLike, ScaleLike
+from poise.dispatch import EVERYTHING, REFUSALS, Impl, attend, attend_observed, band_of, is_plain, run, wants_grad
 from poise.kernels import blockwise, training
 from poise.kvview import KVView
-from poise.problem import BiasLike, Layout, MaskLike, OffsetLike, Problem, ScaleLike, prepare
+from poise.problem import Problem, prepare
 from poise.stats import ScoreStats
 
 _LARGEST = sys.float_info.max
 _FIRST_KEY = (0,)
-# What an odd argument may raise on the direct way; the validated way then words it, or handles it.
-_REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 
 class Scored(NamedTuple):
@@ -137,7 +136,7 @@ def attention(
                     return attending(q, keys, values, scale, *band, False)
                 if layout == "bshd":
                     return attending(*_swapped(q, keys, values), scale, *band, True).transpose(1, 2)
-    except _REFUSALS:
+    except REFUSALS:
         pass
     problem = prepare(
         q,
@@ -208,7 +207,7 @@ def observe(
                 elif layout == "bshd":
                     out, packed = attend_observed(*_swapped(q, keys, values), scale, *band, True)
                     made = out.transpose(1, 2), ScoreStats(packed, None, _FIRST_KEY, "bshd")
-    except _REFUSALS:
+    except REFUSALS:
         pass
     if made is None:
         problem = prepare(

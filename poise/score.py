@@ -149,12 +149,17 @@ def terms(bias: Bias | Tensor | None) -> tuple[Bias, ...]:
         return (bias,)
     if isinstance(bias, Tensor):
         if not bias.is_floating_point():
-            hint = ": bool masks go to mask=" if bias.dtype == torch.bool else ""
-            raise TypeError(f"bias: expected a float tensor, got {bias.dtype}{hint}")
+            way_out = "Pass it as mask= (True = may attend)" if bias.dtype == torch.bool else "Convert it with .float()"
+            raise TypeError(
+                f"bias must be a floating-point tensor; got {str(bias.dtype).removeprefix('torch.')}. {way_out}"
+            )
         if bias.dim() > 4:
-            raise ValueError(f"bias: expected at most 4 dims, got shape {tuple(bias.shape)}")
+            raise ValueError(f"bias must broadcast to [B, H, N, M], at most 4 dims; got shape {tuple(bias.shape)}")
         return (Dense(bias),)
-    raise TypeError(f"bias: expected a tensor, alibi(...), relative(...) or a sum of them, got {type(bias).__name__}")
+    raise TypeError(
+        "bias must be a tensor, poise.alibi(...), poise.relative(...), a sum of those, or None; "
+        f"got {type(bias).__name__}"
+    )
 
 
 def alibi(slopes: Tensor | Sequence[float]) -> Bias:
@@ -190,7 +195,7 @@ def alibi_slopes(heads: int) -> Tensor:
 def _floats(where: str, name: str, value: Tensor | Sequence[float]) -> Tensor:
     table = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
     if not table.is_floating_point():
-        raise TypeError(f"{where}: {name} must hold floats, got {table.dtype}")
+        raise TypeError(f"{where}: {name} must hold floats, got {table.dtype}: convert it with .float()")
     return table
 
 

@@ -176,15 +176,20 @@ def test_an_input_changed_in_place_before_backward_is_noticed(options: dict[str,
         out.sum().backward()
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 5, 8), (2, 2, 0, 8)], ids=["batch", "queries"])
-def test_an_empty_call_has_gradients_of_zero(shape: tuple[int, ...]) -> None:
-    b, h, _, d = shape
-    table, slopes = leaves(torch.randn(h, 9), torch.rand(h))
-    for bias in (None, poise.relative(table), poise.alibi(slopes)):
-        q, k, v = leaves(torch.randn(shape), torch.randn(b, 2, 5, d), torch.randn(b, 2, 5, d))
-        poise.attention(q, k, v, bias=bias, q_offset=0).sum().backward()
-        assert all(x.grad is not None and not x.grad.any() for x in (q, k, v))
-    assert all(x.grad is not None and not x.grad.any() for x in (table, slopes))
+@pytest.mark.parametrize("impl", ["cpu", "blockwise", "reference"])
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("empty", ["b", "h", "n", "m"])
+def test_an_empty_call_has_gradients_of_zero(empty: str, statistics: bool, impl: Any) -> None:
+    sizes = {"b": 2, "h": 4, "n": 3, "m": 5, empty: 0}
+    b, h, n, m = sizes.values()
+    inputs = leaves(torch.randn(b, h, n, 8), torch.randn(b, h // 2, m, 8), torch.randn(b, h // 2, m, 8))
+    table, shared, slopes, dense, scale, sink = others = leaves(
+        torch.randn(h, 9), torch.randn(9), torch.rand(h), torch.randn(h, 1, 1), torch.rand(b, h, n), torch.randn(h)
+    )
+    for bias in (poise.relative(table), poise.relative(shared) + dense, poise.alibi(slopes)):
+        out, stats = poise.observe(*inputs, bias=bias, scale=scale, sink=sink, q_offset=0, impl=impl)
+        (out.sum() + (stats.var_p.sum() if statistics else 0.0)).backward()
+    assert all(x.grad is not None and x.grad.shape == x.shape and not x.grad.any() for x in (*inputs, *others))
 
 
 def test_inference_mode_gives_the_same_output(options: dict[str, Any]) -> None:

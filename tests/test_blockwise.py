@@ -14,7 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import poise
 from poise import reference
 from poise.kernels import blockwise, tiles
-from poise.problem import Problem, prepare
+from poise.problem import Problem, prepare, seeded
 from poise.stats import FIELDS
 
 B, H, G, N, M, D, DV = 2, 4, 2, 13, 17, 8, 6
@@ -68,7 +68,7 @@ FEATURES = {
 
 def problem_of(feature: str) -> Problem:
     given = {"q_offset": "end", **FEATURES[feature]()}
-    return prepare(normal(B, H, N, D), normal(B, G, M, D), normal(B, G, M, DV), **given)
+    return seeded(prepare(normal(B, H, N, D), normal(B, G, M, D), normal(B, G, M, DV), **given))
 
 
 @pytest.fixture
@@ -167,7 +167,8 @@ def tiny(feature: str) -> tuple[Problem, list[Tensor]]:
             "sink_keys": (0, 1),
         },
     }[feature]()
-    return with_gradients(prepare(normal(b, h, n, d), normal(b, g, m, d), normal(b, g, m, d), q_offset="end", **given))
+    tensors = normal(b, h, n, d), normal(b, g, m, d), normal(b, g, m, d)
+    return with_gradients(seeded(prepare(*tensors, q_offset="end", **given)))
 
 
 def function_of(problem: Problem):

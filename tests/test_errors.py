@@ -162,7 +162,23 @@ def test_a_bool_bias_points_to_mask() -> None:
 
 
 def test_an_integer_bias_names_its_dtype() -> None:
-    refuse(TypeError, "bias", "float", "int64", bias=torch.ones(8, 8).long(), **tensors())
+    refuse(TypeError, "bias must be a floating-point", "int64", ".float()", bias=torch.ones(8, 8).long(), **tensors())
+
+
+def test_floats_for_documents_show_the_way_out() -> None:
+    refuse(
+        TypeError,
+        "documents: ids must hold integers",
+        "float32",
+        ".long()",
+        function=poise.documents,
+        ids=torch.ones(8),
+    )
+
+
+def test_integers_for_a_relative_table_show_the_way_out() -> None:
+    table = torch.ones(4, 3).long()
+    refuse(TypeError, "relative: table must hold floats", "int64", ".float()", function=poise.relative, table=table)
 
 
 def test_a_number_for_a_bias_names_its_type() -> None:
@@ -237,6 +253,13 @@ def test_a_dropout_that_is_no_probability_below_one_is_refused(dropout: float) -
     refuse(ValueError, "dropout must be a probability", str(dropout), dropout=dropout, **tensors())
 
 
+@pytest.mark.parametrize("impl", [None, "cpu", "blockwise", "reference"])
+def test_dropout_true_is_refused_as_certain_and_false_is_none(impl: Any) -> None:
+    call = tensors()
+    refuse(ValueError, "dropout must be a probability", "True", dropout=True, impl=impl, **call)
+    assert torch.equal(poise.attention(**call, dropout=False, impl=impl), poise.attention(**call, impl=impl))
+
+
 def test_a_word_for_dropout_names_its_type() -> None:
     refuse(TypeError, "dropout must be a number", "str", dropout="0.1", **tensors())
 
@@ -288,6 +311,13 @@ def test_a_q_offset_beyond_32_bits_is_refused() -> None:
     refuse(ValueError, "q_offset must fit 32 bits", q_offset=1 << 40, mask=poise.causal(), **tensors())
 
 
+@pytest.mark.parametrize("impl", ["cpu", "blockwise", "reference"])
+@pytest.mark.parametrize("position", [1 << 31, -(1 << 31), 1 << 62])
+def test_a_q_offset_tensor_beyond_32_bits_is_refused_by_its_name(position: int, impl: Any) -> None:
+    offset = torch.tensor([0, position])
+    refuse(ValueError, "q_offset must fit 32 bits", f"{position}", q_offset=offset, impl=impl, **tensors())
+
+
 @pytest.mark.parametrize("layout", ["BHSD", "bsdh", None, 3])
 def test_an_unknown_layout_shows_the_known_ones(layout: Any) -> None:
     refuse(ValueError, "layout must be 'bhsd'", "'bshd'", repr(layout), layout=layout, **tensors())
@@ -328,6 +358,41 @@ def test_impl_cpu_with_float64_names_the_way_out() -> None:
 def test_impl_cpu_on_another_device_names_the_device() -> None:
     call = {name: tensor.to("meta") for name, tensor in tensors().items()}
     refuse(ValueError, 'impl="cpu" cannot run this call', "q is on meta", ".cpu()", impl="cpu", **call)
+
+
+def test_the_kernels_themselves_name_q_offset() -> None:
+    """Where nobody can look at its values before: under a transform."""
+    call = tensors(b=1)
+
+    def shifted(offset: Tensor) -> Tensor:
+        return poise.attention(**call, q_offset=offset[None], mask=poise.causal())
+
+    with pytest.raises(RuntimeError, match="q_offset must lie within"):
+        torch.func.vmap(shifted)(torch.tensor([0, 1 << 50]))
+
+
+def refusals() -> dict[str, dict[str, Any]]:
+    """Calls with dropout that raise, each at another place."""
+    doubles = {name: tensor.double() for name, tensor in tensors().items()}
+    lowered = poise.causal().lower(8, 8, batch=2, heads=4)
+    return {
+        "dtype": {**doubles, "impl": "cpu"},
+        "impl": {**tensors(), "impl": "gpu"},
+        "lowered": {**tensors(), "mask": lowered, "q_offset": 3},
+        "offset": {**tensors(), "q_offset": torch.tensor([0, 1 << 50])},
+        "sink": {**tensors(), "sink": 0.0},
+        "width": {**tensors(), "layout": "hsd"},
+    }
+
+
+@pytest.mark.parametrize("function", [poise.attention, poise.observe])
+@pytest.mark.parametrize("why", refusals())
+def test_a_refused_call_leaves_the_generator_as_it_was(why: str, function: Any) -> None:
+    call = refusals()[why]
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError if why != "sink" else TypeError):
+        function(**call, dropout=0.1)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # --- scores, received, merge ------------------------------------------------------------------------------------------
@@ -439,6 +504,27 @@ def test_sdpa_with_a_mask_that_does_not_broadcast_shows_both_shapes() -> None:
         value=v,
         attn_mask=torch.zeros(7, 8),
     )
+
+
+def test_sdpa_with_a_mask_object_points_to_attention() -> None:
+    q, k, v = tensors().values()
+    refuse(
+        TypeError,
+        "attn_mask must be a tensor or None",
+        "poise.attention takes it as mask=",
+        function=sdpa,
+        query=q,
+        key=k,
+        value=v,
+        attn_mask=poise.causal(),
+    )
+
+
+@pytest.mark.parametrize("odd", [np.zeros((2, 4, 8, 16)), None, torch.zeros(2, 4, 8, 16).to_sparse()], ids=type)
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_sdpa_names_what_is_no_ordinary_tensor(name: str, odd: Any) -> None:
+    q, k, v = tensors().values()
+    refuse(TypeError, f"{name} must be", function=sdpa, **{"query": q, "key": k, "value": v, name: odd})
 
 
 def test_no_message_mentions_an_address() -> None:

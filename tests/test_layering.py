@@ -20,6 +20,7 @@ ROWS = (
     ("algebra", "summary", "dropout", "kvview"),
     ("mask",),
     ("score", "stats"),
+    ("arguments",),
     ("problem", "lowering"),
     ("plan",),
     ("reference", "kernels"),

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -136,6 +137,28 @@ def test_empty_tensors_are_fine(b: int, h: int, n: int, m: int, impl: str) -> No
     assert (out == 0).all()
     assert stats.lse.shape == (b, h, n)
     assert (stats.count == m).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"scale": 0.5}, {"scale": 2}, {"softcap": 3.0}, {"dropout": 0.25}, {"q_offset": 2, "mask": poise.causal()}],
+    ids=str,
+)
+def test_numbers_of_numpy_are_numbers(options: dict[str, Any], impl: str) -> None:
+    tensors = qkv(n=4)
+    name, number = next(iter(options.items()))
+    kinds = (np.int64, np.int32) if isinstance(number, int) else (np.float64, np.float32, np.float16)
+    torch.manual_seed(1)
+    expected = poise.attention(*tensors, **options, impl=impl)
+    for kind in kinds:
+        torch.manual_seed(1)
+        assert torch.equal(poise.attention(*tensors, **{**options, name: kind(number)}, impl=impl), expected)
+
+
+def test_sink_keys_may_be_integers_of_numpy(impl: str) -> None:
+    _, stats = poise.observe(*qkv(), sink_keys=np.array([0, 3]), impl=impl)
+    _, plain = poise.observe(*qkv(), sink_keys=(0, 3), impl=impl)
+    assert stats.sink_keys == plain.sink_keys == (0, 3)
 
 
 # --- q_offset ---------------------------------------------------------------------------------------------------------

@@ -111,9 +111,9 @@ def test_slopes_of_twelve_heads_interleave_those_of_sixteen() -> None:
         (lambda: relative(torch.ones(2, 4)), ValueError, r"\[H, 2R \+ 1\] or \[2R \+ 1\], an odd number"),
         (lambda: relative(torch.ones(2, 2, 3)), ValueError, r"\[H, 2R \+ 1\] or \[2R \+ 1\]"),
         (lambda: alibi_slopes(0), ValueError, "alibi_slopes: heads must be at least 1, got 0"),
-        (lambda: terms(torch.ones(2, 2).bool()), TypeError, "got torch.bool: bool masks go to mask="),
-        (lambda: terms(torch.ones(1, 1, 1, 1, 1)), ValueError, "bias: expected at most 4 dims"),
-        (lambda: terms(3.0), TypeError, "bias: expected a tensor, alibi"),  # type: ignore[arg-type]
+        (lambda: terms(torch.ones(2, 2).bool()), TypeError, "got bool. Pass it as mask="),
+        (lambda: terms(torch.ones(1, 1, 1, 1, 1)), ValueError, "bias must broadcast to .* at most 4 dims"),
+        (lambda: terms(3.0), TypeError, "bias must be a tensor, poise.alibi"),  # type: ignore[arg-type]
         (lambda: alibi(SLOPES) + 3, TypeError, "got int"),  # type: ignore[operator]
     ],
 )

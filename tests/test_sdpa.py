@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -94,14 +95,16 @@ def test_is_causal_starts_at_the_top_left(n: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(5, 7), (1, 7), (5, 1), (3, 5, 7), (1, 1, 7), (2, 3, 5, 7), (2, 1, 1, 7), (1, 1, 5, 7)], ids=str
+    "shape",
+    [(), (1,), (7,), (5, 7), (1, 7), (5, 1), (3, 5, 7), (1, 1, 7), (2, 3, 5, 7), (2, 1, 1, 7), (1, 1, 5, 7)],
+    ids=str,
 )
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 def test_masks_broadcast_from_the_right(shape: tuple[int, ...], kind: str) -> None:
     tensors = qkv(2, 3)
     mask = torch.randn(shape)
     if kind == "bool":
-        mask = (mask > -1) | (torch.arange(shape[-1]) == 0)  # no row is empty
+        mask = (mask > -1) | (torch.arange(mask.shape[-1] if shape else 1) == 0).view(shape and -1)  # no row is empty
     assert_agrees(sdpa(*tensors, attn_mask=mask), *tensors, attn_mask=mask)
 
 
@@ -153,6 +156,54 @@ def test_value_dim_may_differ_from_the_key_dim() -> None:
 def test_scale_replaces_the_square_root(scale: float) -> None:
     tensors = qkv(2, 3)
     assert_agrees(sdpa(*tensors, scale=scale), *tensors, scale=scale)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scale", [torch.nan, torch.inf])
+def test_a_scale_that_is_not_finite_gives_nan_as_in_torchs_unfused_path(scale: float, masked: bool) -> None:
+    leaves = [tensor.requires_grad_() for tensor in qkv(2, 3)]
+    mask = torch.randn(5, 7) if masked else None
+    got = sdpa(*leaves, attn_mask=mask, scale=scale)
+    assert got.isnan().all()
+    assert in_math(*leaves, attn_mask=mask, scale=scale).isnan().all()
+    assert all(grad.isnan().all() for grad in torch.autograd.grad(got.sum(), leaves))
+
+
+def test_a_scale_of_nan_leaves_rows_that_see_nothing_at_zero() -> None:
+    seen = torch.ones(5, 7, dtype=torch.bool)
+    seen[2] = False
+    got = sdpa(*qkv(2, 3), attn_mask=seen, scale=torch.nan)
+    assert (got[:, :, 2] == 0).all()
+    assert got[:, :, [0, 1, 3, 4]].isnan().all()
+
+
+NUMBERS = [2, True, np.float32(0.5), np.float64(0.5), np.float16(0.5), np.int64(2), torch.tensor(0.5), torch.tensor(2)]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scale", NUMBERS, ids=repr)
+def test_scale_is_any_number_that_torch_takes(scale: Any, masked: bool) -> None:
+    tensors, mask = qkv(2, 3), torch.randn(5, 7) if masked else None
+    got = sdpa(*tensors, attn_mask=mask, scale=scale)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(*tensors, attn_mask=mask, scale=scale))
+
+
+@pytest.mark.parametrize("name", ["scale", "dropout_p"])
+@pytest.mark.parametrize("value", [torch.ones(1), torch.ones(3), torch.tensor(0.5, requires_grad=True), "0.5", 1j])
+def test_what_torch_takes_for_no_number_is_refused(name: str, value: Any) -> None:
+    tensors = qkv(2, 3)
+    for function in (sdpa, F.scaled_dot_product_attention):
+        with pytest.raises(TypeError, match=name):
+            function(*tensors, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["is_causal", "enable_gqa"])
+@pytest.mark.parametrize("value", [1, 0, None, "no", np.True_, torch.tensor(True)], ids=repr)
+def test_flags_are_bools_as_in_torch(name: str, value: Any) -> None:
+    tensors = qkv(2, 3)
+    for function in (sdpa, F.scaled_dot_product_attention):
+        with pytest.raises(TypeError, match=name):
+            function(*tensors, **{name: value})
 
 
 def test_arguments_have_torchs_order() -> None:
@@ -275,6 +326,39 @@ def test_dropout_is_repeated_by_the_same_seed() -> None:
         drawn.append(sdpa(*tensors, dropout_p=0.5))
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.arange(35.0).view(5, 7)}], ids=str)
+@pytest.mark.parametrize("p", [1.0, 1, True, np.float32(1), torch.tensor(1.0)], ids=repr)
+def test_dropping_everything_gives_zeros_and_draws_nothing(p: Any, options: dict[str, Any]) -> None:
+    leaves = [tensor.requires_grad_() for tensor in qkv(2, 3)]
+    for function in (sdpa, F.scaled_dot_product_attention):
+        before = torch.get_rng_state()
+        out = function(*leaves, dropout_p=p, **options)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert (out == 0).all()
+        assert all((grad == 0).all() for grad in torch.autograd.grad(out.sum(), leaves))
+
+
+def test_an_attended_nan_shows_even_if_everything_is_dropped() -> None:
+    query, key, value = qkv(2, 3)
+    key[0, 0, 3, 0] = torch.nan
+    for function in (sdpa, F.scaled_dot_product_attention):
+        got = function(query, key, value, dropout_p=1.0)
+        assert got[0, 0].isnan().all()
+        assert (got[0, 1:] == 0).all()
+
+
+@pytest.mark.parametrize("p", [0, 0.0, False, np.float32(0), torch.tensor(0.0)], ids=repr)
+def test_any_zero_is_no_dropout(p: Any) -> None:
+    tensors = qkv(2, 3)
+    assert torch.equal(sdpa(*tensors, dropout_p=p), sdpa(*tensors))
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.5, torch.nan])
+def test_a_dropout_that_is_no_probability_is_refused_by_its_name(p: float) -> None:
+    with pytest.raises(ValueError, match="dropout_p must be a probability, 0 <= dropout_p <= 1; got"):
+        sdpa(*qkv(2, 3), dropout_p=p)
 
 
 def test_it_replaces_torchs_function_inside_a_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ A tile is a block of query rows against every key those rows may see, for a few 
 no tile and the backward pass computes each again: both take O(N * block) memory. What needs the whole graph (double
 backward, forward mode, torch.func transforms) gets the same tiles recorded by torch, in O(N * M).
 
-This file validates nothing (problem.py) and lowers nothing (plan.py): it evaluates the mask and bias objects per tile.
+This file validates nothing (arguments.py), lowers nothing (plan.py): it evaluates the mask and bias objects per tile.
 
 Masked pairs never matter, whatever their q, k, v, bias or incoming gradient holds. Elementwise that is a `where`; in
 sums over keys (over queries, backward) 0 * NaN would leak, so that calls with a NaN or an infinity sum over visible

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from poise.arguments import OffsetLike, ScaleLike
 from poise.mask import Mask, causal, keep, lengths
 from poise.nn.cache import Cache
 from poise.nn.linear import Linear
@@ -24,7 +25,6 @@ from poise.nn.norm import RMSNorm
 from poise.nn.positions import Placement, Scheme
 from poise.nn.projection import Projection
 from poise.op import attention
-from poise.problem import OffsetLike, ScaleLike
 from poise.score import Bias
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from poise import dropout, reference
-from poise.problem import Problem, prepare
+from poise.problem import Problem, prepare, seeded
 from poise.score import Alibi, Bias, Dense, Relative
 from poise.stats import FIELDS
 
@@ -43,7 +43,7 @@ class Truth:
 
 def truth(**arguments: Any) -> Truth:
     """The exact and the naive answer to one call of `observe`."""
-    problem = prepare(**arguments)
+    problem = seeded(prepare(**arguments))
     exact = double(problem)
     out, packed = reference.run(exact, True)
     single = problem if problem.q.dtype != torch.float64 else converted(problem, torch.float32)

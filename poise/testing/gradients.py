@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from poise import reference
-from poise.problem import Problem, prepare
+from poise.problem import Problem, prepare, seeded
 from poise.score import Dense
 from poise.stats import FIELDS, ScoreStats
 from poise.testing.budget import check_within, converted, field_slack, largest_score, with_tensors
@@ -73,7 +73,7 @@ def gradient_truth(
     statistics: Sequence[str] = STATISTICS, incoming: Incoming | None = None, **arguments: Any
 ) -> GradientTruth:
     """The exact and the naive gradients of one call of `observe`, for seeded random incoming ones unless given."""
-    problem = prepare(**arguments)
+    problem = seeded(prepare(**arguments))
     generator = torch.Generator().manual_seed(sum(problem.shape))
     incoming = incoming or random_incoming(problem, statistics)
     double = converted(problem, torch.float64)

@@ -310,7 +310,7 @@ struct CallInputs : Inputs {  // the members initialise, and so read the stack, 
     read_band(a, left, right, offset);
     a.offsets = list<int64_t>(offsets, "offsets", t.i64, a.B);
     if (a.offsets != nullptr)
-      for (int64_t b = 0; b < a.B; ++b) expect_position("offsets", a.offsets[b]);
+      for (int64_t b = 0; b < a.B; ++b) expect_position("q_offset", a.offsets[b]);
     a.start = list<int32_t>(start, "start", t.i32, a.B);
     a.end = list<int32_t>(end, "end", t.i32, a.B);
     check_pages(a, k_view.sizes[0]);
@@ -440,7 +440,9 @@ void backward_kernel(Value* stack, uint64_t, uint64_t) {
   BackwardArgs back{};
   const View q = in.read(back);
   const ForwardArgs& a = back.call;
-  if ((wanted & kWantTable && !a.table) || (wanted & kWantSlopes && !a.slopes) || (wanted & kWantSink && !a.sink))
+  // By their handles: without heads a table is given, but nowhere.
+  if ((wanted & kWantTable && !in.call.table) || (wanted & kWantSlopes && !in.call.slopes) ||
+      (wanted & kWantSink && !in.call.sink))
     fail("wanted must name gradients of arguments that are given");
   const auto size = [&](Wanted what, int64_t first) { return wanted & what ? first : 0; };
   RowsOutput d_q = gradient_of(q, wanted & kWantQ);
