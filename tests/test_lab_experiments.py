@@ -6,12 +6,19 @@ interval straddles a limit.
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from lab_worlds import judged, world
 
-from poise.lab.experiment import Cell, Rows, find
-from poise.lab.experiments import overflow, saturation
+from poise.lab.experiment import Cell, Row, Rows, find
+from poise.lab.experiments import cost, order, overflow, saturation, trained
 
 
 class TestVariance:
@@ -190,3 +197,178 @@ class TestTypical:
 
     def test_an_interval_over_the_limit_is_inconclusive(self) -> None:
         assert judged(self.experiment, self.rows(20.0, 0.1)) == "inconclusive"
+
+
+class TestOrder:
+    experiment = find("order")
+
+    def rows(self, moved: float, beyond: dict[str, float], spread: float = 0.002) -> Rows:
+        """moved: by a permutation where positions are told. beyond: the loss there, 1 within; 2 unless given."""
+
+        def values(cell: Cell) -> dict[str, float]:
+            name = str(cell["positions"])
+            if cell["part"] == "permutation":
+                return {"change": 1e-7 if name == "none" else moved}
+            return {"within": 1.0} if name == "learned" else {"within": 1.0, "beyond": beyond.get(name, 2.0)}
+
+        return world(self.experiment, values, spread)
+
+    def test_it_holds_when_positions_break_order_and_two_schemes_last(self) -> None:
+        assert judged(self.experiment, self.rows(0.5, {"alibi": 1.0, "t5": 1.0})) == "holds"
+
+    def test_it_holds_if_when_only_one_lasts(self) -> None:
+        assert judged(self.experiment, self.rows(0.5, {"alibi": 1.0})) == "holds_if"
+
+    def test_it_does_not_hold_when_all_is_the_other_way_round(self) -> None:
+        def values(cell: Cell) -> dict[str, float]:
+            name = str(cell["positions"])
+            if cell["part"] == "permutation":
+                return {"change": 0.5 if name == "none" else 1e-7}
+            return {"within": 1.0, "beyond": 2.0 if name in ("alibi", "t5") else 1.0}
+
+        assert judged(self.experiment, world(self.experiment, values, 0.001)) == "does_not_hold"
+
+    def test_an_interval_over_the_limit_is_inconclusive(self) -> None:
+        assert judged(self.experiment, self.rows(0.5, {"alibi": 1.05, "t5": 1.0}, 0.05)) == "inconclusive"
+
+
+class TestRoles:
+    experiment = find("roles")
+
+    def rows(self, right: float, wrong: float, leak: float = 0.0, spread: float = 0.01) -> Rows:
+        solvers = {"gap": "bidirectional", "write": "causal", "translate": "cross"}
+
+        def values(cell: Cell) -> dict[str, float]:
+            if cell["part"] == "future":
+                return {"weight": leak, "change": leak}
+            return {"accuracy": right if solvers[str(cell["task"])] == cell["role"] else wrong}
+
+        return world(self.experiment, values, spread)
+
+    def test_it_holds_when_only_the_right_role_solves_each(self) -> None:
+        assert judged(self.experiment, self.rows(0.98, 0.12)) == "holds"
+
+    def test_it_holds_if_when_every_role_solves_all(self) -> None:
+        assert judged(self.experiment, self.rows(0.98, 0.98)) == "holds_if"
+
+    def test_a_leak_however_small_counts(self) -> None:
+        assert judged(self.experiment, self.rows(0.98, 0.12, leak=1e-30)) == "holds_if"
+
+    def test_it_does_not_hold_when_the_wrong_roles_solve_them_and_the_future_leaks(self) -> None:
+        assert judged(self.experiment, self.rows(0.12, 0.98, leak=0.1)) == "does_not_hold"
+
+    def test_an_interval_over_the_limit_is_inconclusive(self) -> None:
+        assert judged(self.experiment, self.rows(0.9, 0.12, spread=0.1)) == "inconclusive"
+
+
+class TestCost:
+    experiment = find("cost")
+
+    def rows(self, exponents: dict[str, float], spread: float = 0.01) -> Rows:
+        """Keys FORM.time and FORM.memory; 1 where not given."""
+
+        def values(cell: Cell) -> dict[str, float]:
+            return {what: exponents.get(f"{cell['form']}.{what}", 1.0) for what in ("time", "memory")}
+
+        return world(self.experiment, values, spread)
+
+    def test_it_holds_when_only_dense_memory_and_exact_time_are_quadratic(self) -> None:
+        assert judged(self.experiment, self.rows({"exact.time": 2.0, "dense.memory": 2.0})) == "holds"
+
+    def test_it_holds_if_when_an_efficient_form_is_not_linear(self) -> None:
+        rows = self.rows({"exact.time": 2.0, "dense.memory": 2.0, "bigbird.time": 1.9})
+        assert judged(self.experiment, rows) == "holds_if"
+
+    def test_it_does_not_hold_when_all_exponents_are_otherwise(self) -> None:
+        others = [f"{form}.{what}" for form in cost.EFFICIENT for what in ("time", "memory")]
+        rows = self.rows({"exact.memory": 2.0, **dict.fromkeys(others, 2.0)})
+        assert judged(self.experiment, rows) == "does_not_hold"
+
+    def test_an_interval_over_the_limit_is_inconclusive(self) -> None:
+        assert judged(self.experiment, self.rows({"exact.time": 1.7, "dense.memory": 2.0}, 0.05)) == "inconclusive"
+
+    def test_an_exponent_is_the_slope_of_the_logarithms(self) -> None:
+        lengths = [512, 1024, 2048, 4096]
+        assert cost.exponent(lengths, [3 * n**1.5 for n in lengths]) == pytest.approx(1.5)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from Linux's /proc")
+    def test_memory_is_what_is_held_meanwhile_without_what_is_returned(self) -> None:
+        def call() -> torch.Tensor:
+            work = torch.ones(1 << 24)  # 64 MiB
+            return work[: 1 << 20].clone()
+
+        assert cost.growth(call) == pytest.approx(64 * 2**20, rel=0.15)
+
+
+class TestTrained:
+    experiment = find("trained")
+
+    def rows(self, deviation: float, spread: float = 0.01) -> Rows:
+        noise = random.Random(0)
+
+        def values(cell: Cell) -> dict[str, Any]:
+            shift = 1 + spread * noise.gauss(0, 1)
+            around = 1.0 if 0.5 <= deviation <= 2 else 0.0
+            layers = [[deviation, deviation], [deviation, deviation]]
+            flat = dict.fromkeys(("std", "normalized_entropy", "sink_mass", "max_logit"), layers)
+            return {"median": deviation * shift, "around": around, **flat}
+
+        return Rows(Row(cell, seed, values(cell)) for cell, seed in self.experiment.tasks("default", 0))
+
+    def test_it_holds_when_every_head_is_near_1(self) -> None:
+        assert judged(self.experiment, self.rows(1.0)) == "holds"
+
+    def test_it_holds_if_when_heads_are_around_1_but_the_median_is_not(self) -> None:
+        assert judged(self.experiment, self.rows(1.6)) == "holds_if"
+
+    def test_it_does_not_hold_when_they_are_far_from_it(self) -> None:
+        assert judged(self.experiment, self.rows(5.0)) == "does_not_hold"
+
+    def test_an_interval_over_the_limit_is_inconclusive(self) -> None:
+        assert judged(self.experiment, self.rows(1.25, 0.1)) == "inconclusive"
+
+    def test_without_weights_it_says_what_to_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr("poise.testing.weights.SMOLLM2", tmp_path / "nowhere")
+        assert "make weights" in str(trained.needs())
+
+
+class TestMeasurements:
+    """One small cell of each, for real: that the rules are fed with what they expect."""
+
+    @pytest.mark.parametrize(
+        ("name", "cell"),
+        [
+            ("variance", {"entries": "correlated", "d": 8}),
+            ("scaling", {"scale": "full", "d": 8}),
+            ("saturation", {"scale": "unscaled", "n": 16, "d": 16}),
+            ("gradients", {"scale": "root", "d": 16}),
+            ("flat", {"scale": "full", "d": 16}),
+            ("overflow", {"dtype": "float16", "scale": "root", "size": 8}),
+            ("typical", {"d": 64}),
+            ("order", {"part": "permutation", "positions": "alibi"}),
+            ("order", {"part": "extrapolation", "positions": "learned", "steps": 2}),
+            ("roles", {"part": "task", "task": "gap", "role": "cross", "steps": 2}),
+        ],
+    )
+    def test_the_same_seed_gives_the_same_numbers(self, name: str, cell: Cell) -> None:
+        own = find(name)
+        first = own.measure(cell, 1)
+        assert first == own.measure(cell, 1)
+        assert first != own.measure(cell, 2) or name == "overflow"
+        json.dumps(first)
+
+    def test_the_masked_future_weighs_nothing(self) -> None:
+        assert find("roles").measure({"part": "future"}, 0) == {"weight": 0.0, "change": 0.0}
+
+    def test_without_positions_attention_is_permutation_equivariant_and_with_them_not(self) -> None:
+        assert order.permuted("none", 0) < 1e-6
+        assert all(order.permuted(name, 0) > 0.01 for name in order.SCHEMES)
+
+    def test_a_passage_of_a_trained_model_gives_a_number_per_head(self) -> None:
+        missing = trained.needs()
+        if missing is not None:
+            assert not os.environ.get("POISE_REQUIRE_WEIGHTS"), missing
+            pytest.skip(missing)
+        values = trained.measure({"model": "minilm"}, 0)
+        assert [len(layer) for layer in values["std"]] == [12] * 6
+        assert 0 <= values["around"] <= 1
