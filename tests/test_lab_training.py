@@ -27,7 +27,7 @@ def test_looking_changes_no_loss_beyond_rounding() -> None:
 
 
 def test_a_model_learns() -> None:
-    run, _ = train(SMALL.but(steps=80, batch=8))
+    run, _ = train(SMALL.but(steps=120, batch=8, lr=1e-2))
     assert run.held_out < run.losses[0] - 1
     assert not run.diverged
 
@@ -96,8 +96,10 @@ def test_a_run_that_ends_worse_than_frequencies_has_diverged() -> None:
 
 
 def test_values_are_short_and_say_how_it_ended() -> None:
-    values = train(SMALL.but(steps=40))[0].values(points=4)
-    assert values["held_out"] == values["final"]
+    run, _ = train(SMALL.but(steps=40))
+    values = run.values(points=4)
+    assert values["held_out"] == pytest.approx(run.held_out, rel=1e-4)
+    assert values["final"] == pytest.approx(run.ceiling, rel=1e-4)  # worse than frequencies after so few steps
     assert values["looks"]["step"][-1] == 39
     assert len(values["losses"]) <= 8
     assert {len(curve) for curve in values["looks"].values()} == {len(values["looks"]["step"])}

@@ -78,7 +78,7 @@ class Recipe:
 
 class Batch(NamedTuple):
     ids: Tensor  # int64 [B, N]
-    targets: Tensor  # int64 [B, N], IGNORED where nothing is asked
+    targets: Tensor  # int64 [B, N], or [B, N, questions]; IGNORED where nothing is asked
 
 
 class Task(Protocol):
@@ -189,11 +189,16 @@ class GPT(nn.Module):
     def attentions(self) -> list[blocks.MultiHeadAttention]:
         return [block.attention for block in self.decoder.blocks]  # type: ignore[misc]
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def decoded(self, ids: Tensor) -> Tensor:
+        """[B, N, C]"""
         x = self.tokens(ids)
         if self.positions is not None:
             x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        return F.linear(self.decoder(x), self.tokens.weight)
+        decoded: Tensor = self.decoder(x)
+        return decoded
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.linear(self.decoded(ids), self.tokens.weight)
 
 
 class _Waves(nn.Module):
@@ -397,7 +402,7 @@ def learning_rate(step: int, recipe: Recipe) -> float:
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     """Mean surprise per answer, in nats."""
-    return F.cross_entropy(model(batch.ids).flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
+    return F.cross_entropy(model(batch.ids).flatten(0, -2), batch.targets.flatten(), ignore_index=IGNORED)
 
 
 def look(step: int, model: nn.Module, summaries: Mapping[str, poise.ScoreSummary]) -> Look:
@@ -417,8 +422,10 @@ def look(step: int, model: nn.Module, summaries: Mapping[str, poise.ScoreSummary
 
 
 def _gradient_norms(attention: blocks.MultiHeadAttention) -> tuple[float, float]:
-    weight = attention.projection.weight
-    if weight.grad is None:
+    """Of the parameter that gives W_q and W_k, which a reparametrisation keeps as its "original"."""
+    own = dict(attention.projection.named_parameters())
+    weight = own.get("weight", own.get("parametrizations.weight.original"))
+    if weight is None or weight.grad is None:
         return math.nan, math.nan
     q, k, _ = torch.split(weight.grad, attention.projection.rows)
     return float(q.norm()), float(k.norm())
@@ -454,7 +461,7 @@ class _Listener:
         return True
 
     def receive(self, name: str, stats: poise.ScoreStats, scored: Scored) -> None:
-        self.heard.append(stats)
+        self.heard.append(stats.detach())
 
     def miss(self, name: str, why: str) -> None:
         raise RuntimeError(f"{name} computed attention that could not be seen: {why}")
