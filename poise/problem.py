@@ -37,6 +37,9 @@ from poise.kvview import KVView
 from poise.mask import Lowered, Mask, lengths
 from poise.score import Alibi, Bias, Dense, Relative
 
+# Asked once: torch before 2.13 cannot trace the question.
+_AUTOCASTING = frozenset(device for device in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(device))
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -99,7 +102,7 @@ def seeded(problem: Problem) -> Problem:
 def autocast(*tensors: Any) -> tuple[Any, ...]:
     """What torch's autocast does to its own attention: float tensors, but for float64, take the autocast dtype."""
     device = next((tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)), "")
-    if not device or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device not in _AUTOCASTING or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
@@ -110,7 +113,7 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """For products in torch ops, which autocast would run in half precision."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+    if device.type in _AUTOCASTING and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
