@@ -6,15 +6,44 @@ straddles a limit.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from lab_worlds import judged, world
 
+from poise.lab import plots
 from poise.lab.experiment import Cell, Row, Rows, find
 from poise.lab.experiments import growth, heads, length, sinks
+from poise.lab.results import Results
 from poise.lab.training import BYTES, GPT, IGNORED, Recipe, rows_of, text
 
 NOISE = 0.001
+TRAINING = ("scales", "growth", "collapse", "sinks", "length", "heads")
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_what_is_measured_can_be_stored_judged_and_drawn(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(length, "EXAMINED", 8)
+    own, results = find(name), Results(tmp_path)
+    for cell in own.cells("quick"):
+        few = {**cell, "steps": 2}
+        results.store(own, Row(few, 0, own.measure(few, 0)))
+    rows = Rows(results.finished(own).values())
+    assert len(rows) == len(list(own.cells("quick")))
+    assert judged(own, rows) == "inconclusive"  # one seed tells nothing
+    for language in ("en", "zh"):
+        assert plots.svg(own, rows, language).startswith("<svg")
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_same_seed_measures_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(length, "EXAMINED", 8)
+    own = find(name)
+    cell = {**list(own.cells("quick"))[-1], "steps": 2}
+    assert own.measure(cell, 3) == own.measure(cell, 3) != own.measure(cell, 4)
 
 
 class TestScales:

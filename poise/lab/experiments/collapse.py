@@ -22,7 +22,7 @@ MOMENTS = ("never", "during", "after")  # when the temperature falls
 SHARPER = 10.0  # from 1 to its inverse, where it stays
 WARM_UP = 100  # steps
 RATES = {"quick": (1e-2,), "default": (3e-3, 1e-2, 3e-2), "full": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)}
-STEPS = {"quick": 200, "default": 400, "full": 3000}
+STEPS = {"quick": 170, "default": 400, "full": 3000}
 RECOVERED = 0.05  # nats above the untouched run
 DIVERGING = 0.5  # share of the runs
 

@@ -35,7 +35,7 @@ RATES = {
     "default": (3e-3, 1e-2, 3e-2, 1e-1, 3e-1),
     "full": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1),
 }
-STEPS = {"quick": 60, "default": 250, "full": 2000}
+STEPS = {"quick": 50, "default": 250, "full": 2000}
 KAPPAS = (10, 100, 1000, 10_000, 100_000)
 AFTER = 100  # steps of training after the transplant, at most as many as before it
 DEGRADED, WORSE_THAN_BIGRAM = 1000, 10_000  # κ at which the loss is said to degrade, and to be worse than a bigram's

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CLASSES, WIDTH, BATCH, TRAINED = 10, 64, 128, 16
+EXAMINED = 512  # sets of each length
 TESTED = (16, 64, 256, 1024)
 FAR = 1024  # the length the verdict is about
 ADAPTIVE = (-0.037, 0.481, -2.3, 4.917, -1.791)  # the inverse temperature as a polynomial of the entropy
@@ -120,7 +121,7 @@ def tested(model: Retriever, adaptive: bool) -> dict[str, Any]:
     """By length: the share of right answers and the largest weight; the sets are the same for all models."""
     values = {}
     for count in TESTED:
-        items, target = draw_sets(count, 512, torch.Generator().manual_seed(count))
+        items, target = draw_sets(count, EXAMINED, torch.Generator().manual_seed(count))
         logits, stats = model.observed(items, adaptive)
         values[f"accuracy.{count}"] = float((logits.argmax(-1) == target).double().mean())
         values[f"weight.{count}"] = float(stats.max_prob.double().mean())

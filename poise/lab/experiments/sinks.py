@@ -146,6 +146,7 @@ def draw(figure: Figure, rows: Rows, say: Say) -> None:
     masses.axhline(share, color=plots.COLOURS[-1], linestyle=":", label=say("plot.uniform"))
     for axes in (masses, losses):
         axes.set_xticks(places, [say(f"variant.{variant}") for variant in VARIANTS])
+        axes.tick_params("x", labelsize="small")
         axes.set_ylim(bottom=0)
         axes.legend()
 
