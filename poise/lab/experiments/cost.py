@@ -25,8 +25,8 @@ from poise.variants import BigBird, Linformer, Longformer, Performer
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMS = ("dense", "exact", "longformer", "bigbird", "linformer", "performer")
-EFFICIENT = FORMS[2:]
+EFFICIENT = ("longformer", "bigbird", "linformer", "performer")
+FORMS = ("exact", *EFFICIENT, "dense")
 LONGEST = {"quick": 4096, "default": 8192, "full": 65536}
 DENSE_AT_MOST = 4096  # beyond it the matrix of weights would not fit many a machine
 SHORTEST, HEADS, DIM = 1024, 2, 64
@@ -48,9 +48,12 @@ def measure(cell: Cell, seed: int) -> Values:
         for n in lengths:
             q, k, v = torch.randn(3, 1, HEADS, n, DIM, generator=generator)
             call = partial(form_of(str(cell["form"]), n), q, k, v)
-            call()  # what is made once, such as threads
+            rounds = ROUNDS
+            if cell["form"] == "dense":
+                rounds = 1  # it is there for its memory, and slow
+            else:
+                call()  # what is made once, such as threads
             held.append(4 * q.numel() * q.element_size() + growth(call))
-            rounds = 1 if cell["form"] == "dense" else ROUNDS  # it is there for its memory
             seconds.append(min(_timed(call) for _ in range(rounds)))
     return {
         "lengths": lengths,
@@ -149,7 +152,7 @@ def draw(figure: Figure, rows: Rows, say: Say) -> None:
             least = [min(costs) for costs in zip(*(row.values[what] for row in own), strict=True)]
             unit = 1e3 if what == "seconds" else 1 / 2**20
             axes.plot(lengths, [unit * cost for cost in least], "o-", label=say(f"form.{form}"))
-        plots.ticks(axes, max((row.values["lengths"] for row in rows), key=len))
+        plots.ticks(axes, rows.where(form="exact")[0].values["lengths"])
         axes.set(yscale="log", xlabel="n", title=label)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)

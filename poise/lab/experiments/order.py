@@ -141,10 +141,11 @@ def draw(figure: Figure, rows: Rows, say: Say) -> None:
     for name in lasting.parameter("positions"):
         own = lasting.where(positions=name)
         curves = [row.values["curve"] for row in own if "curve" in row.values]
-        means = [sum(point) / len(point) for point in zip(*curves, strict=True)]
-        if not means:  # it has no answer beyond
-            means = own.numbers("within")[:1] * (TRAINED // STRETCH)
-        right.plot([STRETCH * (i + 0.5) for i in range(len(means))], means, "o-", label=say(f"plot.{name}"))
+        if curves:
+            means = [sum(point) / len(point) for point in zip(*curves, strict=True)]
+            right.plot([STRETCH * (i + 0.5) for i in range(len(means))], means, "o-", label=say(f"plot.{name}"))
+        else:  # it has no answer beyond
+            right.plot([0.75 * TRAINED], [own.interval("within").mean], "D", label=say(f"plot.{name}"))
     right.axvline(TRAINED, color="#4d4d4d", linestyle=":", label=say("plot.trained"))
     right.set(xlabel=say("plot.position"), title=say("plot.loss"))
     right.legend()

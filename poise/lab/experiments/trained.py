@@ -120,12 +120,13 @@ def draw(figure: Figure, rows: Rows, say: Say) -> None:
             line, names, (say("plot.std"), say("plot.entropy"), say("plot.sink")), strict=True
         ):
             every = _per_head(own, name)
-            axes.plot([i // heads for i in range(len(every))], every, ".", alpha=0.7)
+            axes.plot([i // heads for i in range(len(every))], every, ".", alpha=0.7, rasterized=True)
             middles = [statistics.median(every[i : i + heads]) for i in range(0, len(every), heads)]
             axes.plot(range(len(middles)), middles, color=plots.COLOURS[1], linewidth=1.5)
             axes.set_title(f"{model}: {label}")
         line[0].axhspan(*NEAR, color=plots.COLOURS[2], alpha=0.2)
-        line[0].set_yscale("log")
+        line[0].set_yscale("log", base=2)
+        line[0].yaxis.set_major_formatter("{x:g}")
     for axes in panels[-1]:
         axes.set_xlabel(say("plot.layer"))
 
