@@ -37,7 +37,7 @@ from poise.kvview import KVView
 from poise.mask import Lowered, Mask, lengths
 from poise.score import Alibi, Bias, Dense, Relative
 
-# Asked once: torch before 2.13 cannot trace the question.
+# Asked once: torch 2.11 cannot trace the question.
 _AUTOCASTING = frozenset(device for device in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(device))
 
 
