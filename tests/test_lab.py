@@ -17,7 +17,7 @@ import pytest
 from poise.cli import main
 from poise.lab import experiment as contract
 from poise.lab import page, runner
-from poise.lab.evidence import KINDS, Check, Interval, exact, interval, share, student, weigh, worst
+from poise.lab.evidence import KINDS, Check, Interval, exact, interval, saying, share, student, weigh, worst
 from poise.lab.experiment import Cell, Experiment, Values, experiments, find
 from poise.lab.results import Results
 from poise.lab.texts import texts
@@ -98,6 +98,14 @@ class TestEvidence:
 
 def fields(text: str) -> set[str]:
     return {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+
+
+def test_a_group_that_agrees_is_said_as_one() -> None:
+    good, bad = exact(1.0), exact(9.0)
+    checks = [Check(f"{group}.{i}", x, high=2.0) for group, x in (("a", good), ("b", bad)) for i in range(2)]
+    mixed = [Check("c.0", good, high=2.0), Check("c.1", bad, high=2.0)]
+    assert saying("yes", [*checks, *mixed], ("a", "b", "c")) == ("a", "c.0")
+    assert saying("no", [*checks, *mixed]) == ("b.0", "b.1", "c.1")
 
 
 class TestTexts:

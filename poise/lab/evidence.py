@@ -127,9 +127,18 @@ def worst(checks: Iterable[Check]) -> Check:
     return max(checks, key=badness)
 
 
-def saying(answer: Answer, checks: Iterable[Check]) -> tuple[str, ...]:
-    """The labels of the checks that were answered so, for a text that lists them."""
-    return tuple(check.label for check in checks if check.answer == answer)
+def saying(answer: Answer, checks: Sequence[Check], groups: Sequence[str] = ()) -> tuple[str, ...]:
+    """The labels of the checks that were answered so, for a text that lists them.
+
+    groups: where all checks whose labels begin with GROUP and a dot agree, the text GROUP stands for them.
+    """
+    said: dict[str, None] = {}
+    for check in checks:
+        group = check.label.split(".")[0]
+        alike = {other.answer for other in checks if other.label.startswith(f"{group}.")}
+        if check.answer == answer:
+            said[group if group in groups and alike == {answer} else check.label] = None
+    return tuple(said)
 
 
 @cache

@@ -83,8 +83,8 @@ def judge(rows: Rows) -> Verdict:
         "distance": str(full.interval("distance")),
         "weight": str(full.interval("weight")),
         "found": str(full.interval("found")),
-        "kept": saying("yes", checks),
-        "broken": saying("no", checks),
+        "kept": saying("yes", checks, ("error", "beyond")),
+        "broken": saying("no", checks, ("error", "beyond")),
     }
     return Verdict(weigh(checks), tuple(checks), said)
 
@@ -107,7 +107,7 @@ def draw(figure: Figure, rows: Rows, say: Say) -> None:
                 found = [own.where(d=d).interval(f"{kind}_{dtype}") for d in dims]
                 colour = plots.COLOURS[0 if scale == "root" else 1]
                 plots.curve(axes, dims, found, f"{name}, {dtype}", fmt=style, color=colour)
-        plots.ticks(axes, dims)
+        plots.ticks(axes, dims, narrow=True)
         axes.set(xlabel="d", title=label)
         if kind in ("error", "beyond"):
             axes.set_yscale("log")

@@ -92,7 +92,7 @@ def draw(figure: Figure, rows: Rows, say: Say) -> None:
         for scale in POWERS:
             found = [rows.where(scale=scale, d=d).interval(name) for d in dims]
             plots.curve(axes, dims, found, say(f"scale.{scale}"))
-        plots.ticks(axes, dims)
+        plots.ticks(axes, dims, narrow=True)
         axes.set(xlabel="d", title=label)
         if name == "w_q":
             axes.set_yscale("log")

@@ -82,9 +82,9 @@ def judge(rows: Rows) -> Verdict:
     said: Said = {
         **{f"limit_{dtype}": f"{rows.where(dtype=dtype).numbers('limit')[0]:.4g}" for dtype in DTYPES},
         "size": str(LARGE),
-        "kept": saying("yes", [*core, *variations]),
-        "broken": saying("no", [*core, *variations]),
-        "safe": saying("yes", beside),
+        "kept": saying("yes", [*core, *variations], ("small", "large")),
+        "broken": saying("no", [*core, *variations], ("small", "large")),
+        "safe": saying("yes", beside, ("shifted",)),
     }
     return Verdict(weigh(core, variations), (*core, *variations, *beside), said)
 

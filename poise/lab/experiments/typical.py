@@ -71,7 +71,7 @@ def draw(figure: Figure, rows: Rows, say: Say) -> None:
     axes.axhspan(LOW, HIGH, color="#d55e00", alpha=0.12, label=say("plot.about"))
     plots.ticks(axes, dims)
     axes.set(xlabel="d", ylabel=say("plot.score"), yscale="log")
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2)
 
 
 EXPERIMENT = Experiment(
