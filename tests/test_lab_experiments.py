@@ -19,7 +19,8 @@ import torch
 from lab_worlds import judged, world
 
 from poise.lab.experiment import Cell, Row, Rows, find
-from poise.lab.experiments import cost, order, overflow, saturation, trained
+from poise.lab.experiments import cost, early_warning, order, overflow, saturation, trained
+from poise.monitor.alarms import Alarms, Limits
 
 
 class TestVariance:
@@ -375,3 +376,69 @@ class TestMeasurements:
         values = trained.measure({"model": "minilm"}, 0)
         assert [len(layer) for layer in values["std"]] == [12] * 6
         assert 0 <= values["around"] <= 1
+
+
+class TestEarlyWarning:
+    experiment = find("early_warning")
+
+    def rows(self, leads: dict[str, int], warned: dict[str, bool] | None = None) -> Rows:
+        """Runs that diverge at step 300, warned of so many steps ahead (0: never); healthy ones, warned of or not."""
+        made = []
+        for cell, seed in self.experiment.tasks("default", 0):
+            run = str(cell["run"])
+            at = 300 if run in leads and cell["remedy"] == "none" else None
+            alarms = [[300 - leads[run], "logit_growth", "layer", 0]] if leads.get(run) else []
+            if (warned or {}).get(run):
+                alarms = [[200, "max_logit", "layer", 0]]
+            made.append(Row(cell, seed, {"diverged_at": at, "alarms": alarms}))
+        return Rows(made)
+
+    def test_it_holds_when_all_are_warned_of_early_and_healthy_runs_are_silent(self) -> None:
+        assert judged(self.experiment, self.rows({"slow": 150, "fast": 101})) == "holds"
+
+    def test_it_holds_if_when_one_kind_comes_late_or_a_healthy_one_is_warned_of(self) -> None:
+        assert judged(self.experiment, self.rows({"slow": 150, "fast": 40})) == "holds_if"
+        assert judged(self.experiment, self.rows({"slow": 150, "fast": 150}, {"hot": True})) == "holds_if"
+
+    def test_it_does_not_hold_when_all_are_late_or_missed(self) -> None:
+        assert judged(self.experiment, self.rows({"slow": 90, "fast": 0})) == "does_not_hold"
+
+    def test_runs_that_never_diverged_decide_nothing(self) -> None:
+        assert judged(self.experiment, self.rows({})) == "inconclusive"
+
+    def test_a_warning_after_the_divergence_is_a_missed_one(self) -> None:
+        late = Row({}, 0, {"diverged_at": 300, "alarms": [[310, "max_logit", "layer", 0]]})
+        other = Row({}, 0, {"diverged_at": 300, "alarms": [[100, "flat", "layer", 0]]})
+        assert early_warning.warned_at(late) is early_warning.lead(late) is early_warning.lead(other) is None
+
+    @pytest.mark.parametrize(
+        ("losses", "expected"),
+        [
+            ([2.0] * 100, None),
+            ([2.0] * 50 + [4.0] * 50, 55),  # the mean of 20 is 0.5 above when more than five of them are 4
+            ([2.0] * 50 + [4.0] * 30 + [2.0] * 30, None),  # it recovered
+            ([5.0] * 50 + [5.4] * 50, None),  # never learned much, never lost it
+        ],
+    )
+    def test_a_divergence_is_a_rise_that_stays(self, losses: list[float], expected: int | None) -> None:
+        assert early_warning.diverged_at(losses) == expected
+
+    def test_a_loss_that_is_not_finite_diverges_there_at_the_latest(self) -> None:
+        assert early_warning.diverged_at([2.0] * 40, broken=40) == 40
+        assert early_warning.diverged_at([2.0] * 40 + [9.0] * 10, broken=50) == 41
+
+    @pytest.mark.parametrize("remedy", early_warning.REMEDIES)
+    def test_a_short_run_with_a_remedy_gives_what_is_judged(self, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(early_warning.KINDS, "fast", early_warning.Kind(25, most=0.2))
+        values = early_warning.measure({"run": "fast", "remedy": remedy, "when": "start"}, 0)
+        assert values["applied"] == 0
+        assert values["diverged_at"] is None
+        assert values["best"] < 4.5
+        assert len(values["largest"]) == 3
+
+    def test_a_remedy_waits_for_the_first_warning(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(early_warning.KINDS, "fast", early_warning.Kind(12, most=0.2))
+        given = Alarms(Limits(max_logit=0.0, patience=1))
+        monkeypatch.setattr(early_warning, "Alarms", lambda: given)
+        assert early_warning.measure({"run": "fast", "remedy": "qk-clip", "when": "warning"}, 0)["applied"] == 1
+        assert early_warning.measure({"run": "fast", **early_warning.NEVER}, 0)["applied"] is None

@@ -45,6 +45,7 @@ class QKClip(Remedy):
         self._group = process_group
         self.seen: dict[str, Tensor] = {}
         self.clipped: dict[str, int] = {}
+        self._missed: dict[str, str] = {}
         self._names = {id(one.module): one.name for one in self.treated}
         for one in self.treated:
             if one.kind == "hf" and (used := implementation(one.module)) not in (NAME, "sdpa"):
@@ -80,8 +81,7 @@ class QKClip(Remedy):
         self.seen[name] = largest if before is None else torch.maximum(before, largest)
 
     def miss(self, name: str, why: str) -> None:
-        if name in self._names.values():
-            raise RuntimeError(f"qk-clip cannot see the scores of {name}: {why}. Leave it out with layers=...")
+        self._missed[name] = why
 
     # Steps.
 
@@ -92,6 +92,9 @@ class QKClip(Remedy):
         self._agree(moved)
         for one in moved:
             largest = self.seen.pop(one.name, None)
+            if largest is None and one.name in self._missed:
+                why = self._missed[one.name]
+                raise RuntimeError(f"qk-clip cannot see the scores of {one.name}: {why}. Leave it out with layers=...")
             if largest is None or len(largest) != one.heads:
                 continue
             above = largest.isfinite() & (largest > self.tau)

@@ -67,7 +67,7 @@ class SigmaReparam(nn.Module):
             rows, left, right = (getattr(self, f"{name}{i}") for name in ("rows", "left", "right"))
             part = weight.index_select(self.axis, rows).float()
             part = part if self.axis == 0 else part.T
-            if self.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            if self.training and torch._C._current_graph_task_id() == -1:
                 with torch.no_grad():
                     right.copy_(nn.functional.normalize(part.T @ left, dim=0))
                     left.copy_(nn.functional.normalize(part @ right, dim=0))
