@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from poise.lab import training
-from poise.lab.training import Recipe, Run, sensitivity, train
+from poise.lab import gpt, tasks, training
+from poise.lab.gpt import Recipe
+from poise.lab.training import Run, sensitivity, train
 
 SMALL = Recipe(steps=12, batch=2, length=16, width=16, layers=1, warmup=2, observe_every=5)
 
@@ -64,7 +65,7 @@ def test_an_unknown_scale_is_answered_with_the_known_ones() -> None:
 
 def test_queries_and_keys_begin_with_unit_variance() -> None:
     torch.manual_seed(0)
-    model = training.GPT(Recipe(head_dim=128), training.BYTES)
+    model = gpt.GPT(Recipe(head_dim=128), tasks.BYTES)
     x = torch.nn.functional.layer_norm(torch.randn(4, 64, 64), (64,))
     both, _ = model.attentions()[0].projection(x)
     assert float(both.detach().var()) == pytest.approx(1.0, rel=0.05)
@@ -106,8 +107,8 @@ def test_values_are_short_and_say_how_it_ended() -> None:
 
 
 def test_a_bigram_knows_more_than_frequencies_and_less_than_nothing_unknown() -> None:
-    text = training.text()
-    assert 1 < text.bigram < text.ceiling < math.log(training.BYTES)
+    text = tasks.text()
+    assert 1 < text.bigram < text.ceiling < math.log(tasks.BYTES)
 
 
 def test_sensitivity_is_the_mean_loss_above_the_best() -> None:
@@ -116,7 +117,7 @@ def test_sensitivity_is_the_mean_loss_above_the_best() -> None:
 
 def test_rows_of_a_pass_are_told_query_by_query() -> None:
     _, model = train(SMALL.but(steps=1))
-    ids = torch.randint(training.BYTES, (2, 16))
+    ids = torch.randint(tasks.BYTES, (2, 16))
     (stats,) = training.rows_of(model, ids)
     assert stats.entropy.shape == (2, 2, 16)
     assert float(stats.entropy[..., 0].abs().max()) < 1e-6  # the first row sees itself alone

@@ -15,8 +15,10 @@ from lab_worlds import judged, world
 from poise.lab import plots
 from poise.lab.experiment import Cell, Row, Rows, find
 from poise.lab.experiments import growth, heads, length, sinks
+from poise.lab.gpt import GPT, Recipe
 from poise.lab.results import Results
-from poise.lab.training import BYTES, GPT, IGNORED, Recipe, rows_of, text
+from poise.lab.tasks import BYTES, IGNORED, text
+from poise.lab.training import rows_of
 
 NOISE = 0.001
 TRAINING = ("scales", "growth", "collapse", "sinks", "length", "heads")

@@ -1,21 +1,16 @@
-"""Small language models for the lab, and their training: one seeded run, and what its scores were like meanwhile.
+"""Training of the lab's small models: one seeded run, and what its scores were like meanwhile.
 
-A `Recipe` is all that a run depends on, as plain data; `train` turns it into a `Run`, plain data too. The model is a
-GPT of poise.nn's blocks, whose scale, cap, norms, sinks, gate and positions the recipe chooses. The data are bytes of
-the running Python's standard library, or what a `Task` draws. No verdicts here, and no files.
+`train` turns a `Recipe`, all that a run depends on, into a `Run`; both are plain data. No verdicts here, and no files.
 
-Letters: B batch, N positions, C width, H heads, D head dim, V vocabulary.
+Letters: B batch, N positions, H heads.
 """
 
 from __future__ import annotations
 
 import math
-import sysconfig
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,229 +19,11 @@ from torch.nn import functional as F
 import poise
 from poise import nn as blocks
 from poise import torch_hook
+from poise.lab.gpt import GPT, Recipe
+from poise.lab.tasks import IGNORED, Batch, Task, text
 from poise.op import Scored
 
-BYTES = 256
-IGNORED = -100  # a target that counts nowhere
-HELD_OUT = 20  # one file of so many is kept from training
 SMOOTH = 10  # losses that are averaged before they are judged
-
-Positions = Literal["waves", "sinusoidal", "rotary", "alibi", "t5", "none"]
-Scale = Literal["1", "1/sqrt(d)", "1/d", "learned", "log n"]
-Sink = Literal["none", "learned", "off-by-one"]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Everything one run depends on, besides its task."""
-
-    seed: int = 0
-    steps: int = 300
-    lr: float = 3e-3
-    warmup: int = 20  # steps until the learning rate is reached; then a cosine, down to a tenth
-    batch: int = 8
-    length: int = 64
-    width: int = 64
-    layers: int = 2
-    heads: int = 2
-    head_dim: int | None = None  # None: width / heads
-    value_dim: int | None = None  # None: as head_dim
-    scale: Scale = "1/sqrt(d)"
-    softcap: float | None = None
-    qk_norm: bool = False
-    gate: bool = False
-    sink: Sink = "none"
-    positions: Positions = "rotary"
-    weight_decay: float = 0.1
-    clip: float | None = 1.0  # of the gradient's norm
-    observe_every: int = 10  # steps between two looks at the scores; the last step is always looked at
-
-    def __post_init__(self) -> None:
-        for name, known in (("positions", Positions), ("scale", Scale), ("sink", Sink)):
-            if getattr(self, name) not in get_args(known):
-                raise ValueError(
-                    f"{name} must be one of {', '.join(map(repr, get_args(known)))}; got {getattr(self, name)!r}"
-                )
-
-    @property
-    def key_dim(self) -> int:
-        return self.width // self.heads if self.head_dim is None else self.head_dim
-
-    def but(self, **changes: Any) -> Recipe:
-        return replace(self, **changes)
-
-
-class Batch(NamedTuple):
-    ids: Tensor  # int64 [B, N]
-    targets: Tensor  # int64 [B, N], or [B, N, questions]; IGNORED where nothing is asked
-
-
-class Task(Protocol):
-    """What is learned. `ceiling` is the loss of one who knows the frequencies of the answers and no more."""
-
-    vocabulary: int
-    ceiling: float
-
-    def draw(self, batch: int, length: int, generator: torch.Generator) -> Batch:
-        """A batch to learn from."""
-
-    def examine(self, batch: int, length: int, generator: torch.Generator) -> Batch:
-        """A batch that was never learned from."""
-
-
-class Text:
-    """The next byte of Python's standard library, file by file, without its tests."""
-
-    vocabulary = BYTES
-
-    def __init__(self) -> None:
-        self.learnt, self.held_out = _library()
-        self.ceiling = entropy(torch.bincount(self.learnt.long(), minlength=BYTES))
-
-    def draw(self, batch: int, length: int, generator: torch.Generator) -> Batch:
-        return _windows(self.learnt, batch, length, generator)
-
-    def examine(self, batch: int, length: int, generator: torch.Generator) -> Batch:
-        return _windows(self.held_out, batch, length, generator)
-
-    @cached_property
-    def bigram(self) -> float:
-        """Loss on the held-out bytes of one who knows how often each byte follows each other one, counting from 1."""
-        learnt, held_out = (
-            torch.bincount(pairs(bytes_), minlength=BYTES**2).view(BYTES, BYTES)
-            for bytes_ in (self.learnt, self.held_out)
-        )
-        share = (learnt + 1.0) / (learnt + 1.0).sum(1, keepdim=True)
-        return float(-(held_out * share.log()).sum() / held_out.sum())
-
-
-def pairs(source: Tensor) -> Tensor:
-    """A number for each byte and the one after it."""
-    return source[:-1].long() * BYTES + source[1:].long()
-
-
-@cache
-def text() -> Text:
-    return Text()
-
-
-@cache
-def _library() -> tuple[Tensor, Tensor]:
-    """Bytes to learn from, and bytes held out."""
-    root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = [path for path in sorted(root.rglob("*.py")) if not left_out & set(path.relative_to(root).parts)]
-    if len(files) < 2 * HELD_OUT:
-        raise FileNotFoundError(f"there are no source files of the standard library in {root}: nothing to train on")
-    parts = ([path for i, path in enumerate(files) if (i % HELD_OUT == 0) == held_out] for held_out in (False, True))
-    learnt, held_out = (bytearray(b"".join(path.read_bytes() for path in part)) for part in parts)
-    return torch.frombuffer(learnt, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8)
-
-
-def _windows(source: Tensor, batch: int, length: int, generator: torch.Generator) -> Batch:
-    """Random stretches, and the byte that follows each of their bytes."""
-    starts = torch.randint(len(source) - length, (batch, 1), generator=generator)
-    taken = source[starts + torch.arange(length + 1)].long()
-    return Batch(taken[:, :-1], taken[:, 1:])
-
-
-def entropy(counts: Tensor) -> float:
-    """Of the frequencies, in nats."""
-    share = counts[counts > 0].double() / counts.sum()
-    return float(-(share * share.log()).sum())
-
-
-class GPT(nn.Module):
-    """ids [B, N] to logits [B, N, V]; before training, queries and keys have entries of unit variance."""
-
-    def __init__(self, recipe: Recipe, vocabulary: int) -> None:
-        super().__init__()
-        width, heads, dim = recipe.width, recipe.heads, recipe.key_dim
-        self.tokens = nn.Embedding(vocabulary, width)  # also the output layer
-        self.positions = _added_positions(recipe)
-        block = blocks.BlockConfig(
-            width,
-            heads,
-            4 * width,
-            head_dim=recipe.head_dim,
-            value_dim=recipe.value_dim,
-            activation="gelu_tanh",
-            bias=False,
-            qk_norm=recipe.qk_norm,
-            gate=recipe.gate,
-            sinks=recipe.sink != "none",
-            softcap=recipe.softcap,
-            scale=_scale(recipe.scale, heads, dim),
-        )
-        self.decoder = blocks.Decoder(block, recipe.layers, positions=_scheme(recipe))
-        nn.init.normal_(self.tokens.weight, std=0.1)
-        for each in self.attentions():
-            nn.init.normal_(each.projection.weight, std=width**-0.5)
-            nn.init.normal_(each.out.weight, std=(each.out.in_features * 2 * recipe.layers) ** -0.5)
-            if each.sinks is not None and recipe.sink == "off-by-one":
-                each.sinks.requires_grad_(False)  # stays 0: the denominator has one more
-
-    def attentions(self) -> list[blocks.MultiHeadAttention]:
-        return [block.attention for block in self.decoder.blocks]  # type: ignore[misc]
-
-    def decoded(self, ids: Tensor) -> Tensor:
-        """[B, N, C]"""
-        x = self.tokens(ids)
-        if self.positions is not None:
-            x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        decoded: Tensor = self.decoder(x)
-        return decoded
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.linear(self.decoded(ids), self.tokens.weight)
-
-
-class _Waves(nn.Module):
-    """Learned positions that begin as sinusoids three times the embeddings' size: so a byte model soon uses them."""
-
-    def __init__(self, count: int, width: int) -> None:
-        super().__init__()
-        waves = blocks.Sinusoidal(width, layout="half")(torch.arange(count))
-        self.table = blocks.Learned(count, width)
-        self.table.weight.data.copy_(0.3 * waves)
-
-    def forward(self, places: Tensor) -> Tensor:
-        rows: Tensor = self.table(places)
-        return rows
-
-
-class _Sinusoids(nn.Module):
-    """The same, fixed: for any length."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.waves = blocks.Sinusoidal(width, layout="half")
-
-    def forward(self, places: Tensor) -> Tensor:
-        rows: Tensor = 0.3 * self.waves(places)
-        return rows
-
-
-def _added_positions(recipe: Recipe) -> nn.Module | None:
-    if recipe.positions == "waves":
-        return _Waves(recipe.length, recipe.width)
-    return _Sinusoids(recipe.width) if recipe.positions == "sinusoidal" else None
-
-
-def _scheme(recipe: Recipe) -> blocks.Scheme | None:
-    if recipe.positions == "rotary":
-        return blocks.Rotary(recipe.key_dim)
-    if recipe.positions == "alibi":
-        return blocks.Alibi(recipe.heads)
-    return blocks.RelativeBuckets(recipe.heads, bidirectional=False) if recipe.positions == "t5" else None
-
-
-def _scale(scale: Scale, heads: int, dim: int) -> float | Callable[[], nn.Module] | None:
-    if scale == "learned":
-        return partial(blocks.LearnedScale, heads, dim)
-    if scale == "log n":
-        return partial(blocks.LogLength, heads, dim)
-    return {"1": 1.0, "1/sqrt(d)": None, "1/d": 1.0 / dim}[scale]
 
 
 @dataclass

@@ -12,7 +12,8 @@ from torch import nn
 from poise.lab import plots
 from poise.lab.evidence import Check, Interval, Said, Verdict, interval, saying, share, weigh
 from poise.lab.experiment import Cell, Experiment, Level, Rows, Values
-from poise.lab.training import Recipe, train
+from poise.lab.gpt import Recipe
+from poise.lab.training import train
 from poise.report.texts import Say
 
 if TYPE_CHECKING:

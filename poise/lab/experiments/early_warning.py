@@ -20,7 +20,9 @@ import poise
 from poise.lab import plots
 from poise.lab.evidence import Check, Said, Verdict, saying, share, weigh
 from poise.lab.experiment import Cell, Experiment, Level, Row, Rows, Values
-from poise.lab.training import BYTES, GPT, Batch, Recipe, loss_of, optimizer_of, text
+from poise.lab.gpt import GPT, Recipe
+from poise.lab.tasks import BYTES, Batch, text
+from poise.lab.training import loss_of, optimizer_of
 from poise.monitor.alarms import Alarms
 from poise.report.texts import Say
 

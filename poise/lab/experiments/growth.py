@@ -16,7 +16,9 @@ import poise
 from poise.lab import plots
 from poise.lab.evidence import Check, Interval, Said, Verdict, interval, saying, share, weigh
 from poise.lab.experiment import Cell, Experiment, Level, Rows, Values
-from poise.lab.training import BYTES, GPT, Recipe, examined, rows_of, sensitivity, text, train
+from poise.lab.gpt import GPT, Recipe
+from poise.lab.tasks import BYTES, text
+from poise.lab.training import examined, rows_of, sensitivity, train
 from poise.report.texts import Say
 
 if TYPE_CHECKING:

@@ -18,7 +18,9 @@ from torch.nn import functional as F
 from poise.lab import plots
 from poise.lab.evidence import Check, Interval, Said, Verdict, interval, saying, weigh, worst
 from poise.lab.experiment import Cell, Experiment, Level, Rows, Values
-from poise.lab.training import GPT, IGNORED, Batch, Positions, Recipe, train
+from poise.lab.gpt import GPT, Positions, Recipe
+from poise.lab.tasks import IGNORED, Batch
+from poise.lab.training import train
 from poise.nn import Linear
 from poise.report.texts import Say
 

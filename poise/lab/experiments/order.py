@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from poise import nn as blocks
-from poise.lab import plots, training
+from poise.lab import plots
 from poise.lab.evidence import Check, Said, Verdict, exact, interval, saying, weigh
 from poise.lab.experiment import Cell, Experiment, Level, Rows, Values
+from poise.lab.gpt import Recipe
+from poise.lab.tasks import Batch, text
+from poise.lab.training import train
 from poise.report.texts import Say
 
 if TYPE_CHECKING:
@@ -67,13 +70,13 @@ def permuted(positions: str, seed: int) -> float:
 def extrapolated(positions: str, steps: int, seed: int) -> Values:
     """A small language model trained at one length, examined at another on text it has not seen."""
     named = {"learned": "waves"}.get(positions, positions)
-    recipe = training.Recipe(seed=seed, steps=steps, length=TRAINED, batch=16, positions=named)  # type: ignore[arg-type]
-    _, model = training.train(recipe)
+    recipe = Recipe(seed=seed, steps=steps, length=TRAINED, batch=16, positions=named)  # type: ignore[arg-type]
+    _, model = train(recipe)
     generator = torch.Generator().manual_seed(seed)
     far, near = [], []
     with torch.no_grad():
         for _ in range(8):
-            batch = training.text().examine(16, TESTED, generator)
+            batch = text().examine(16, TESTED, generator)
             near.append(_stretches(model, batch))
             if positions != "learned":  # a table of vectors has none for more
                 far.append(_losses(model, batch.ids, batch.targets))
@@ -91,7 +94,7 @@ def _losses(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
     return flat.view(targets.shape)
 
 
-def _stretches(model: nn.Module, batch: training.Batch) -> Tensor:
+def _stretches(model: nn.Module, batch: Batch) -> Tensor:
     """Losses of all targets from the trained length on, each in the second half of a window of that length."""
     windows = [each[:, TRAINED // 2 :].unfold(1, TRAINED, TRAINED // 2).flatten(0, 1) for each in batch]
     return _losses(model, *windows)[:, TRAINED // 2 :]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from poise.lab import plots
 from poise.lab.evidence import Check, Said, Verdict, interval, saying, weigh, worst
 from poise.lab.experiment import Cell, Experiment, Level, Rows, Values
-from poise.lab.training import Recipe, train
+from poise.lab.gpt import Recipe
+from poise.lab.training import train
 from poise.report.texts import Say
 
 if TYPE_CHECKING:

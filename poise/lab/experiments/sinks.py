@@ -17,7 +17,9 @@ from torch import Tensor
 from poise.lab import plots
 from poise.lab.evidence import Check, Said, Verdict, interval, saying, weigh
 from poise.lab.experiment import Cell, Experiment, Level, Rows, Values
-from poise.lab.training import IGNORED, Batch, Recipe, entropy, loss_of, rows_of, train
+from poise.lab.gpt import Recipe
+from poise.lab.tasks import IGNORED, Batch, entropy
+from poise.lab.training import loss_of, rows_of, train
 from poise.report.texts import Say
 
 if TYPE_CHECKING:
