@@ -1,6 +1,6 @@
 """Do alarms come early, and which remedy trains through what? Runs the lab's experiment 18 and writes its document.
 
-`python benchmarks/early_warning.py` measures what is not stored yet (160 small runs, some ten minutes of a core; with
+`python benchmarks/early_warning.py` measures what is not stored yet (125 small runs, some ten minutes of a core; with
 `--level full` 640), as many at once as torch has threads, then writes early-warning.md, .svg and .json into docs.
 Interrupted, it goes on where it stopped. Every figure and every "trained through" in the document is computed here from
 the stored runs; what a divergence, a warning and a run are is said in poise/lab/experiments/early_warning.py.
@@ -26,7 +26,7 @@ WORDS = {"slow": "slow growth", "fast": "fast growth", "embeddings": "exploding 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--level", choices=LEVELS, default="default")
-    parser.add_argument("--out", type=Path, default=Path("build/lab"), help="where results are stored")
+    parser.add_argument("--out", type=Path, default=Path("runs/lab"), help="where results are stored")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="where the document goes")
     options = parser.parse_args()
     experiment, results = find("early_warning"), Results(options.out)

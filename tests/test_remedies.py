@@ -30,7 +30,7 @@ import poise.nn
 from poise import hf
 from poise.monitor.alarms import _TEXTS
 from poise.monitor.remedies import NAMES
-from poise.monitor.remedies.anatomy import attentions
+from poise.monitor.remedies.anatomy import Anatomy, anatomy, attention_modules
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install poise[test]")
 transformers.logging.set_verbosity_error()
@@ -72,6 +72,10 @@ UNCHANGED_OUTPUT = {"qk-clip", "z-loss", "entropy-floor", "learned"}  # before a
 @pytest.fixture(autouse=True)
 def _registered() -> None:
     hf.register()
+
+
+def attentions(model: nn.Module) -> list[Anatomy]:
+    return [anatomy(name, module) for name, module in attention_modules(model).items()]
 
 
 def apply(model: nn.Module, case: str, **extra: Any) -> Any:
@@ -207,6 +211,16 @@ def test_a_remedied_call_is_the_formula_computed_densely(family: Family, case: s
         want = logits_of(family, oracle_model(family), mask)
         got = logits_of(family, model, mask)
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_the_modules_found_are_those_whose_attention_a_watch_sees(family: Family) -> None:
+    model = model_of(family, "poise")
+    with torch.no_grad(), poise.watch(model, alarms=False) as w:
+        logits_of(family, model, "no mask")
+    assert {one.name: one.heads for one in attentions(model)} == {
+        name: layer["heads"] for name, layer in w.record["layers"].items()
+    }
 
 
 def test_what_a_remedy_learns_is_part_of_the_model_and_gets_gradients() -> None:
@@ -742,6 +756,7 @@ class TestHandles:
             delattr(attention, name)
         with pytest.raises(ValueError, match="not known here"):
             poise.remedy(model, "qk-clip")
+        poise.remedy(model, "qk-clip", layers="*.1.*").undo()
 
     def test_a_remedied_model_copies_and_pickles(self, model: nn.Module) -> None:
         family = BY_NAME["llama"]
@@ -749,6 +764,16 @@ class TestHandles:
             want = logits_of(family, model, "no mask")
             for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
                 assert torch.equal(logits_of(family, other, "no mask"), want)
+
+    def test_the_remedies_of_a_copy_stay(self, model: nn.Module) -> None:
+        with poise.remedy(model, "soft-cap"):
+            other = copy.deepcopy(model)
+        anatomy = anatomy_of(other)
+        poise.remedy(other, "sink").undo()
+        assert anatomy_of(other) == anatomy
+        with pytest.raises(ValueError, match="a copy of one"):
+            poise.remedy(other, "soft-cap")
+        assert anatomy_of(other) == anatomy
 
     def test_a_watch_sees_the_remedied_scores(self, model: nn.Module) -> None:
         with poise.remedy(model, "qk-norm", gain=1.0), poise.watch(model, alarms=False) as w, torch.no_grad():

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from poise.monitor.remedies import calls, penalties, scaling, weights
-from poise.monitor.remedies.anatomy import attentions
+from poise.monitor.remedies.anatomy import anatomy, attention_modules
 from poise.monitor.remedies.clip import QKClip
 from poise.monitor.remedies.handle import Remedy, chosen
 
@@ -84,13 +84,14 @@ def remedy(
         if option not in accepted:
             takes = ", ".join(one for one in accepted if one != "optimizer") or "no options"
             raise TypeError(f'"{name}" takes {takes}; got {option}')
-    found = attentions(model)
+    found = attention_modules(model)
     if not found:
         raise ValueError(
             f"model: {type(model).__name__} has no attention that remedies know: Hugging Face's (of a family that asks "
             "transformers' attention interface), poise.nn's, or torch.nn.MultiheadAttention"
         )
-    made = (QKClip if name == "qk-clip" else Remedy)(model, name, chosen(found, layers))
+    treated = [anatomy(path, found[path]) for path in chosen(found, layers)]
+    made = (QKClip if name == "qk-clip" else Remedy)(model, name, treated)
     try:
         if "optimizer" in accepted:
             make(made, optimizer=optimizer, **options)

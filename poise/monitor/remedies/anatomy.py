@@ -30,7 +30,7 @@ _FUSED = {
     "Phi3Attention": ("qkv_proj", False),
 }
 _HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
-_NORMS = (("q_norm", "k_norm"), ("query_norm", "key_norm"), ("q_layernorm", "k_layernorm"))
+_NORMS = (("q_norm", "k_norm"), ("query_norm", "key_norm"), ("q_layernorm", "k_layernorm"), ("qk_norm", "qk_norm"))
 
 Kind = Literal["hf", "own", "torch"]
 
@@ -95,18 +95,19 @@ def trained(owner: nn.Module, name: str) -> nn.Parameter | None:
     return own
 
 
-def attentions(model: nn.Module) -> list[Anatomy]:
-    """Every attention module of the model."""
-    found = []
-    for path, module in model.named_modules():
-        name = path or type(module).__name__
-        if isinstance(module, nn.MultiheadAttention):
-            found.append(_of_torch(name, module))
-        elif is_own(module):
-            found.append(_own(name, module))
-        elif is_hugging_face(module):
-            found.append(_hugging_face(name, module))
-    return found
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every attention module of the model, by its path."""
+    return {
+        path or type(module).__name__: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention) or is_own(module) or is_hugging_face(module)
+    }
+
+
+def anatomy(name: str, module: nn.Module) -> Anatomy:
+    if isinstance(module, nn.MultiheadAttention):
+        return _of_torch(name, module)
+    return _own(name, module) if is_own(module) else _hugging_face(name, module)
 
 
 def is_own(module: nn.Module) -> bool:

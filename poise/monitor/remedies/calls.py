@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +46,10 @@ class CallRemedies(nn.Module):
         super().__init__()
         self.scaling = scaling  # the module's own attribute
         self.each = nn.ModuleDict()
+        self.retire: Callable[[], None] | None = None  # what takes this away once it is empty
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "retire": None}  # copies and files: their remedies stay
 
     def adjusted(self, q: Tensor, k: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Queries, keys and the other arguments as the remedies want them."""
@@ -134,21 +137,19 @@ def install(remedy: Remedy, one: Anatomy, made: CallRemedy) -> None:
             del module._modules[REMEDIES]
             guard.remove()
 
-        retiring[calls] = retire
-    add(remedy, calls, made.train(module.training))
+        calls.retire = retire
+    add(remedy, one, calls, made.train(module.training))
 
 
-# How the remedies of a module go when the last one is undone: not in the module, so that models stay picklable.
-retiring: WeakKeyDictionary[CallRemedies, Callable[[], None]] = WeakKeyDictionary()
-
-
-def add(remedy: Remedy, calls: CallRemedies, made: CallRemedy) -> None:
+def add(remedy: Remedy, one: Anatomy, calls: CallRemedies, made: CallRemedy) -> None:
+    if remedy.name in calls.each:
+        raise remedy.refuse(one, "it is at work there already: the model is a copy of one that it was applied to")
     calls.each[remedy.name] = made
 
     def reverse() -> None:
         del calls.each[remedy.name]
-        if not calls.each:
-            retiring.pop(calls)()
+        if not calls.each and calls.retire is not None:
+            calls.retire()
 
     remedy.on_undo(reverse)
 

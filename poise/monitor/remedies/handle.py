@@ -102,16 +102,15 @@ def stands(name: str, module: nn.Module) -> bool:
     return name in _standing.get(module, ())
 
 
-def chosen(found: list[Anatomy], layers: str | Iterable[str] | Callable[[str], bool] | None) -> list[Anatomy]:
-    """Those whose path the caller named."""
+def chosen(known: Iterable[str], layers: str | Iterable[str] | Callable[[str], bool] | None) -> list[str]:
+    """The paths that the caller named."""
+    known = list(known)
     if layers is None:
-        return found
+        return known
     if callable(layers):
-        return [one for one in found if layers(one.name)]
+        return [name for name in known if layers(name)]
     patterns = (layers,) if isinstance(layers, str) else tuple(layers)
     for pattern in patterns:
-        if not any(fnmatchcase(one.name, pattern) for one in found):
-            raise ValueError(
-                f"layers: {pattern!r} is the path of no attention module. Paths look like {found[0].name!r}"
-            )
-    return [one for one in found if any(fnmatchcase(one.name, pattern) for pattern in patterns)]
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise ValueError(f"layers: {pattern!r} is the path of no attention module. Paths look like {known[0]!r}")
+    return [name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)]

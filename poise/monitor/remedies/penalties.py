@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from poise.monitor.remedies.anatomy import Anatomy
-from poise.monitor.remedies.calls import CallRemedies, CallRemedy, add, install, positive, reachable, retiring
+from poise.monitor.remedies.calls import CallRemedies, CallRemedy, add, install, positive, reachable
 from poise.monitor.remedies.handle import Remedy
 from poise.stats import ScoreStats
 
@@ -92,5 +92,5 @@ def _penalise(remedy: Remedy, one: Anatomy, penalty: _Penalty) -> None:
     if not isinstance(calls, CallRemedies):
         calls = CallRemedies(None)
         module.choice = type(plain)(calls)
-        retiring[calls] = lambda: setattr(module, "choice", plain)
-    add(remedy, calls, penalty)
+        calls.retire = lambda: setattr(module, "choice", plain)
+    add(remedy, one, calls, penalty)
