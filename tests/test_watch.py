@@ -129,6 +129,13 @@ class TestWhatIsSeen:
         for plain, seen in zip(*results, strict=True):
             assert (plain - seen).abs().max() <= 2e-6 * plain.abs().max()
 
+    def test_what_poise_computes_by_torch_ops_is_not_taken_for_attention_by_hand(self) -> None:
+        net = model("poise").double()
+        with poise.watch(net, alarms=False) as w:
+            net(inputs().double())
+        assert w.not_seen == {}
+        assert set(w.record["layers"]) == set(LAYERS)
+
     def test_attention_by_hand_is_reported_as_not_seen(self) -> None:
         net = model("hand")
         with poise.watch(net) as w:
