@@ -10,16 +10,20 @@ import json
 import math
 import os
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from lab_worlds import judged, world
 
+from poise.lab import plots
 from poise.lab.experiment import Cell, Row, Rows, find
 from poise.lab.experiments import cost, early_warning, order, overflow, saturation, trained
+from poise.lab.texts import texts
 from poise.monitor.alarms import Alarms, Limits
 
 
@@ -442,3 +446,36 @@ class TestEarlyWarning:
         monkeypatch.setattr(early_warning, "Alarms", lambda: given)
         assert early_warning.measure({"run": "fast", "remedy": "qk-clip", "when": "warning"}, 0)["applied"] == 1
         assert early_warning.measure({"run": "fast", **early_warning.NEVER}, 0)["applied"] is None
+
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_LAYERS = [[1.0, 1.2], [0.9, 2.0]]
+# Any values that measure could have returned: what a plot is drawn of.
+DRAWN: dict[str, dict[str, Any]] = {
+    "variance": {"ratio": 1.0},
+    "scaling": {"variance": 1.0},
+    "saturation": {"entropy": 0.5, "largest": 0.5, "keys": 3.0},
+    "gradients": {"trace": 0.5, "median": 0.5, "norm": 0.5, "w_q": 3.0, "w_k": 3.0},
+    "flat": {"distance": 0.1, "weight": 0.1, "found": 1.0}
+    | {f"{kind}_{dtype}": 0.1 for kind in ("error", "beyond") for dtype in _DTYPES},
+    "overflow": {"rows": 10, "written": 3, "shifted": 0, "poise": 0, "limit": 88.7},
+    "typical": {"typical": 1.0, "before": 22.6, "largest": 4.0, "bound": 22.6},
+    "order": {"change": 0.1, "within": 2.0, "beyond": 2.5, "curve": [2.0, 2.0, 2.5, 2.5]},
+    "roles": {"accuracy": 0.5, "weight": 0.0, "change": 0.0},
+    "cost": {"lengths": [1024, 2048], "seconds": [0.1, 0.2], "bytes": [1e6, 2e6], "time": 1.0, "memory": 1.0},
+    "trained": {"std": _LAYERS, "normalized_entropy": _LAYERS, "sink_mass": _LAYERS, "max_logit": _LAYERS}
+    | {"median": 1.0, "around": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_its_plot_names_what_it_shows(name: str) -> None:
+    own = find(name)
+    drawn = plots.svg(own, Rows(Row(cell, seed, DRAWN[name]) for cell, seed in own.tasks("quick", 0)), "de")
+    tree = ElementTree.fromstring(drawn)
+    shown = {text.text for text in tree.iter("{http://www.w3.org/2000/svg}text")}
+    own_words = {
+        text["de"] for key, text in texts(name).items() if key.split(".")[0] in ("plot", "scale", "entries", "form")
+    }
+    assert shown & own_words
+    assert not re.search(r"(href|src)=\"(?!#|data:)", drawn)

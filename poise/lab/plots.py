@@ -36,7 +36,7 @@ def svg(experiment: Experiment, rows: Rows, language: str) -> str:
         "axes.grid": True,
         "grid.color": "#e4e4e4",
         "axes.axisbelow": True,
-        "axes.titlesize": "medium",
+        "axes.titlesize": "small",
         "legend.frameon": False,
         "legend.fontsize": "small",
         "lines.markersize": 4,
@@ -72,4 +72,3 @@ def ticks(axes: Axes, values: Sequence[float], narrow: bool = False) -> None:
     axes.minorticks_off()
     if narrow:
         axes.tick_params("x", labelsize="x-small", rotation=45)
-        axes.title.set_fontsize("small")
