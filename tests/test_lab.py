@@ -20,7 +20,7 @@ from poise.lab import page, runner
 from poise.lab.evidence import KINDS, Check, Interval, exact, interval, saying, share, student, weigh, worst
 from poise.lab.experiment import Cell, Experiment, Values, experiments, find
 from poise.lab.results import Results
-from poise.lab.texts import texts
+from poise.lab.texts import localised, speaker, texts
 from poise.report.texts import LANGUAGES
 
 YES = Check("claim", Interval(0.9, 1.0, 1.1), 0.5, 1.5)
@@ -140,6 +140,11 @@ class TestTexts:
             if f'"{key}"' not in source and f'"{key.split(".", 1)[-1]}"' not in source
         ]
         assert unused == []
+
+    def test_numbers_have_the_decimal_point_of_the_language(self) -> None:
+        interval = str(Interval(-0.5, 1.25, 1e-7))
+        assert localised(interval, speaker("lab", "en")) == interval == "1.25 [-0.5, 1e-07]"
+        assert localised(interval, speaker("lab", "de")) == "1,25 [-0,5; 1e-07]"
 
     def test_the_page_uses_every_key(self) -> None:
         source = "".join(path.read_text("utf-8") for path in (files("poise.lab")).iterdir() if path.suffix == ".py")  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from poise.lab import plots
-from poise.lab.page import NAMES, Entry, limits, made_on, parameters, quantity, run_of, shown, speaker_of_page
+from poise.lab.page import NAMES, Entry, limits, made_on, measured, parameters, quantity, run_of, shown, speaker_of_page
 from poise.lab.texts import fill, speaker
 from poise.report.texts import LANGUAGES
 
@@ -49,7 +49,7 @@ def _section(entry: Entry, language: str) -> list[str]:
     checks = [_row(head), _row(["---"] * 4)]
     for check in verdict.checks:
         answer = say(f"answer.{check.answer}")
-        checks.append(_row([quantity(check, say), str(check.measured), limits(check, say), answer]))
+        checks.append(_row([quantity(check, say), measured(check, say), limits(check, say), answer]))
     finding = fill(say, verdict.finding, verdict.values)
     return [
         f"## {experiment.number}. {say('title')}",

@@ -14,7 +14,7 @@ from poise.lab import plots
 from poise.lab.evidence import Check, Verdict
 from poise.lab.experiment import LEVELS, Experiment, Rows, experiments
 from poise.lab.results import Results
-from poise.lab.texts import fill, speaker
+from poise.lab.texts import fill, localised, speaker
 from poise.report.texts import LANGUAGES, Say
 
 
@@ -74,16 +74,20 @@ def made_on(found: Sequence[Entry], say: Say) -> list[str]:
     machines = {tuple(entry.record["machine"].items()): None for entry in found}
     seconds = sum(entry.record["seconds"] for entry in found)
     texts = [say("page.machine", **dict(each)) for each in machines]
-    return [*texts, say("page.time", count=len(found), minutes=f"{seconds / 60:.1f}")]
+    return [*texts, say("page.time", count=len(found), minutes=localised(f"{seconds / 60:.1f}", say))]
 
 
 def limits(check: Check, say: Say) -> str:
-    low, high = f"{check.low:.4g}", f"{check.high:.4g}"
+    low, high = (localised(f"{limit:.4g}", say) for limit in (check.low, check.high))
     if check.low == -float("inf"):
         return say("check.most", high=high)
     if check.high == float("inf"):
         return say("check.least", low=low)
     return say("check.between", low=low, high=high)
+
+
+def measured(check: Check, say: Say) -> str:
+    return localised(str(check.measured), say)
 
 
 def quantity(check: Check, say: Say) -> str:
@@ -144,7 +148,7 @@ def _section(entry: Entry, language: str) -> str:
         for key in ("check.quantity", "check.measured", "check.limits", "check.answer")
     )
     checks = "\n".join(
-        f'<tr class="{check.answer}"><th scope="row">{escape(quantity(check, say))}</th><td>{check.measured}</td>'
+        f'<tr class="{check.answer}"><th scope="row">{escape(quantity(check, say))}</th><td>{measured(check, say)}</td>'
         f"<td>{escape(limits(check, say))}</td><td>{escape(say(f'answer.{check.answer}'))}</td></tr>"
         for check in verdict.checks
     )
@@ -192,8 +196,8 @@ a { color: var(--link) } .verdicts a { color: inherit; text-decoration-color: va
 section { margin-top: 2.5rem; padding-top: 1.5rem; border-top: 1px solid var(--line) }
 blockquote { margin: 0 0 .6rem; font-size: 1.05rem } cite { display: block; font-style: normal; font-size: .85rem;
   color: var(--faint) }
-img { display: block; width: 100%; max-width: 54rem; margin: .8rem 0; background: #fff; border-radius: .4rem;
-  border: 1px solid var(--line) }
+img { display: block; width: 100%; max-width: 54rem; aspect-ratio: 86 / 42; margin: .8rem 0; background: #fff;
+  border: 1px solid var(--line); border-radius: .4rem }
 .scroll { overflow-x: auto; margin: .8rem 0 }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums }
 th, td { padding: .4rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line) }
@@ -207,6 +211,13 @@ thead th { color: var(--faint); font-weight: normal } tbody th { font-weight: no
 .open td:last-child { color: var(--open) }
 details { background: var(--soft); border-radius: .4rem; padding: .5rem .9rem } summary { cursor: pointer }
 details ul { padding-left: 1.1rem; margin: .2rem 0 } code { font-size: .85rem; overflow-wrap: anywhere }
+@media (max-width: 44rem) {
+  .verdicts, .verdicts tbody { display: block } .verdicts thead { display: none }
+  .verdicts tr { display: grid; grid-template-columns: 1.8rem 1fr; padding: .5rem 0 }
+  .verdicts tr + tr { border-top: 1px solid var(--line) }
+  .verdicts td, .verdicts tbody th { border: 0; padding: .1rem .3rem; grid-column: 2; min-width: 0 }
+  .verdicts td:first-child { grid-column: 1 }
+}
 :focus-visible { outline: 3px solid var(--link); outline-offset: 1px }
 """
 
@@ -221,6 +232,7 @@ const to = lang => {
   if (at) document.getElementById(at.id.replace(/-[a-z]+$/, '-' + lang)).scrollIntoView({ behavior: 'instant' });
 };
 for (const button of buttons) button.onclick = () => to(button.dataset.to);
-const asked = location.hash.match(/-([a-z]{2})$/);
-to(asked && buttons.some(b => b.dataset.to === asked[1]) ? asked[1] : document.documentElement.lang);
+const asked = document.getElementById(location.hash.slice(1));
+to(asked ? asked.closest('main').lang : document.documentElement.lang);
+if (asked) asked.scrollIntoView({ behavior: 'instant' });
 """

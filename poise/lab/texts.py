@@ -6,6 +6,7 @@ A file maps each key to the same text in every language, side by side.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -32,12 +33,18 @@ def speaker(name: str, language: str) -> Say:
 
 
 def fill(say: Say, key: str, values: Said) -> str:
-    """A text whose placeholders may be lists of other texts."""
+    """A text whose placeholders are numbers, or lists of other texts."""
     separator = say("list.separator") if any(isinstance(value, tuple) for value in values.values()) else ""
-    return say(
-        key,
-        **{
-            name: separator.join(map(say, value)) if isinstance(value, tuple) else value
-            for name, value in values.items()
-        },
-    )
+    said = {
+        name: separator.join(map(say, value)) if isinstance(value, tuple) else localised(value, say)
+        for name, value in values.items()
+    }
+    return say(key, **said)
+
+
+def localised(numbers: str, say: Say) -> str:
+    """Numbers and intervals with the decimal point of the language."""
+    point = say("number.point")
+    if point == ".":
+        return numbers
+    return re.sub(r"(?<=\d)\.(?=\d)", point, re.sub(r"\[([^],]*), ([^],]*)\]", r"[\1; \2]", numbers))
