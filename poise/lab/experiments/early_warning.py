@@ -225,7 +225,7 @@ def draw(figure: Figure, rows: Rows, say: Say) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     present = [run for run in KINDS if len(untreated(rows, run))]
     colours = dict(zip(("slow", "fast", "calm"), plots.COLOURS, strict=False))
-    for run in colours.keys() & set(present):
+    for run in [run for run in colours if run in present]:
         for index, row in enumerate(untreated(rows, run)):
             steps, sizes = zip(*row.values["largest"], strict=True)
             left.plot(steps, sizes, color=colours[run], linewidth=1, label=None if index else say(f"run.{run}"))
