@@ -74,7 +74,7 @@ extern "C" double peak_bf16() {
   return best(kSteps * 24.0 * 32 * 2, dot_bf16);
 }
 
-// Reads all of it once, asking for what lies `ahead` words further (0: leaving that to the hardware). limits.py times it.
+// Reads all of it once, asking for what lies `ahead` words further (0: that is left to the hardware). For limits.py.
 typedef uint64_t line __attribute__((vector_size(64), aligned(8)));
 extern "C" __attribute__((target_clones("avx512f", "avx2", "default"))) void read_memory(const uint64_t* memory,
                                                                                          size_t words, size_t ahead) {

@@ -200,7 +200,7 @@ class ScoreStats:
     @property
     def count(self) -> Tensor:
         """n: the number of visible keys, as a float. A key whose bias is -inf is not visible."""
-        return self._field("count")
+        return self._field("count").detach()
 
     @property
     def sink_mass(self) -> Tensor:

@@ -324,8 +324,8 @@ def test_impl_cpu_does_not_run_anything_else(ran: list[str]) -> None:
     assert ran == []
 
 
-@pytest.mark.parametrize("name", ["max_logit", "max_score", "max_prob", "min_score"])
-def test_extremes_have_no_gradient(name: str, impl: str) -> None:
+@pytest.mark.parametrize("name", ["max_logit", "max_score", "max_prob", "min_score", "count"])
+def test_extremes_and_counts_have_no_gradient(name: str, impl: str) -> None:
     _, stats = poise.observe(**grown("q"), impl=impl)  # type: ignore[arg-type]
     assert not getattr(stats, name).requires_grad
 
