@@ -285,7 +285,7 @@ def blocks(map: Tensor | Sequence[Sequence[bool]], size: int) -> Mask:
         if table.dtype != torch.bool:
             raise TypeError(f"blocks: map must be a bool tensor, got {table.dtype}")
     else:
-        table = torch.tensor(map, dtype=torch.bool)
+        table = torch.tensor(map, dtype=torch.bool, device="cpu")
         key = ("blocks", *_value(map, table), size)
     if not 2 <= table.dim() <= 4:
         raise ValueError(f"blocks: map must be [P, Q], [H, P, Q] or [B, H, P, Q], got shape {tuple(table.shape)}")
@@ -318,7 +318,7 @@ def _length(where: str, name: str, value: int | Tensor | Sequence[int]) -> int |
 def _integers(where: str, name: str, value: Tensor | Sequence[int] | None) -> tuple[Tensor, Hashable | None]:
     """A tensor as given, or a private one made of Python numbers together with the key that caching needs."""
     owned = not isinstance(value, Tensor)
-    table = value if isinstance(value, Tensor) else torch.tensor(value if value is not None else ())
+    table = value if isinstance(value, Tensor) else torch.tensor(() if value is None else value, device="cpu")
     if table.numel() == 0 and owned:
         table = table.to(torch.int64)
     if table.dtype == torch.bool or table.is_floating_point() or table.is_complex():

@@ -87,7 +87,7 @@ def scaled_dot_product_attention(
     if scale is not None:
         factor = _number("scale", scale)
         if not -_LARGEST <= factor <= _LARGEST:
-            factor = torch.tensor(factor)  # as a number it would be refused
+            factor = torch.tensor(factor, device="cpu")  # as a number it would be refused
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     query, key, value = _broadcast(query, key, value, enable_gqa)
     *lead, length, _ = query.shape

@@ -84,7 +84,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "strided last dim": (lambda: {"q": torch.zeros(B, H, D, N).mT}, "q must have a contiguous last dim"),
     "left": (lambda: {"left": 2 * U}, "left must lie within"),
     "offset": (lambda: {"offset": -2 * U}, "offset must lie within"),
-    "offsets": (lambda: {"offsets": torch.tensor([0, 2 * U])}, "offsets must lie within"),
+    "offsets": (lambda: {"offsets": torch.tensor([0, 2 * U])}, "q_offset must lie within"),
     "offsets' dtype": (lambda: {"offsets": _int32(0, 0)}, "offsets must be int64"),
     "start": (lambda: {"start": _int32(0)}, "start must have size 2"),
     "end, strided": (lambda: {"end": _int32(1).expand(B)}, "end must be contiguous"),

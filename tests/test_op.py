@@ -161,6 +161,24 @@ def test_sink_keys_may_be_integers_of_numpy(impl: str) -> None:
     assert stats.sink_keys == plain.sink_keys == (0, 3)
 
 
+def test_the_default_device_plays_no_part(impl: str) -> None:
+    tensors = qkv()
+
+    def call() -> tuple[Tensor, Tensor]:
+        mask = poise.documents(cu_seqlens=[0, 4, 9]) & (poise.window(3) | poise.global_tokens([0])) | poise.lengths(
+            [3, 5]
+        )
+        mask |= poise.blocks([[True, False], [False, True]], 5)
+        torch.manual_seed(0)
+        out, stats = poise.observe(*tensors, mask=mask, dropout=0.2, sink_keys=(0, 1), impl=impl)
+        return out, stats.sink_mass
+
+    expected = call()
+    with torch.device("meta"):
+        got = call()
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
 # --- q_offset ---------------------------------------------------------------------------------------------------------
 
 

@@ -66,7 +66,9 @@ def arguments(problem: Problem, plan: Plan, stats: bool) -> tuple[Any, ...]:
     """What poise::forward, backward and bias_gradient are told of a call, in the order of their schemas."""
     per_row = isinstance(problem.scale, Tensor)
     offset, offsets = (0, problem.offset) if isinstance(problem.offset, Tensor) else (problem.offset, None)
-    sink_keys = torch.tensor(problem.sink_keys, dtype=torch.int32) if stats and problem.sink_keys else None
+    sink_keys = (
+        torch.tensor(problem.sink_keys, dtype=torch.int32, device="cpu") if stats and problem.sink_keys else None
+    )
     assert isinstance(problem.seed, int)
     return (
         rows(problem.q),
