@@ -10,7 +10,7 @@ SANITIZED := build/asan
 LIBRARY := poise/kernels/libpoise.so
 PIP := $(RUN) -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: help test demo train check bench native weights asan clean
+.PHONY: help test demo train check bench native weights chromium asan clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,8 +24,8 @@ help:
 	@echo "make asan     replay the kernel cases under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make clean    remove what was built, but not .venv"
 
-test: native weights
-	POISE_REQUIRE_NATIVE=1 POISE_REQUIRE_WEIGHTS=1 $(RUN) -m pytest $(ARGS)
+test: native weights chromium
+	POISE_REQUIRE_NATIVE=1 POISE_REQUIRE_WEIGHTS=1 POISE_REQUIRE_CHROMIUM=1 $(RUN) -m pytest $(ARGS)
 
 demo: native
 	@$(RUN) examples/demo.py
@@ -45,6 +45,18 @@ check: $(VENV)/.installed
 	@if command -v clang-format >/dev/null; then \
 	  clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h'); \
 	else echo "clang-format is not installed: C++ formatting not checked"; fi
+	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory $(TSC) && $(TSC) --project .; \
+	else echo "npm is not installed: types of the page's script not checked"; fi
+
+# The type checker of the page's script (poise/inspection/web), at the version in package.json.
+TSC := node_modules/.bin/tsc
+
+$(TSC): package.json
+	@npm install --silent --no-audit --no-fund --no-package-lock
+	@touch $@
+
+chromium:
+	@scripts/install_chromium.sh
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "developing poise needs Python 3.11 or newer; set PYTHON=..."; exit 1; }

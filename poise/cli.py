@@ -180,6 +180,7 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", type=Path, metavar="LINES", help="a file of texts, one a line")
     parser.add_argument("--layers", metavar="0,4-7", help="only these layers, by number (default all)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures")
+    parser.add_argument("--html", type=Path, metavar="OUT", help="write a page with the maps of all heads")
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -191,9 +192,9 @@ def _inspect(options: argparse.Namespace) -> None:
     if not texts:
         texts = [speaker(language)("sentence") for language in LANGUAGES]
     with progress.shown() as told:
-        found = inspect(options.model, texts, layers=options.layers, maps=False, progress=told)
+        found = inspect(options.model, texts, layers=options.layers, maps=options.html is not None, progress=told)
     print(found)
-    for path, write in ((options.json, found.json),):
+    for path, write in ((options.json, found.json), (options.html, found.html)):
         if path is not None:
             write(path)
             print(f"written to {path}")

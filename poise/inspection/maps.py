@@ -21,7 +21,7 @@ from poise.kvview import KVView
 from poise.problem import prepare
 
 CELLS = 48  # to a side of a pooled map, at most
-CELL_BYTES = 24  # in which a cell is written down
+CELL_BYTES = 20  # in which a cell is written down
 _BUDGET = 1 << 20  # probabilities in a block: 4 MB, which stay in a cache while they are reduced
 _MOST_ROWS = 128
 

@@ -177,6 +177,12 @@ class Inspection:
         """Writes `to_dict`."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
+    def html(self, path: str | Path) -> None:
+        """Writes one page with everything, maps included, that needs no network."""
+        from poise.inspection.page import page
+
+        Path(path).write_text(page(self), encoding="utf-8")
+
 
 def head_of(layer: Layer, head: int, measures: Mapping[str, float]) -> Head:
     statistics = {name: float(getattr(layer.summary, how)(name)[head]) for name, how in STATISTICS.items()}
