@@ -363,7 +363,7 @@ class TestCommand:
     ) -> None:
         assert main(["lab", "run", "1", "--quick", "--out", str(ran), "--lang", "es"]) == 0
         printed = capsys.readouterr()
-        assert "variance    se sostiene si" in printed.out
+        assert "variance       se sostiene si" in printed.out
         assert printed.err == ""  # nobody watches
         assert (ran / "quick" / "variance.svg").exists()
 

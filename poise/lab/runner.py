@@ -112,7 +112,7 @@ def listing(results: Results, language: str) -> Iterator[str]:
 
 
 def _line(experiment: Experiment, text: str) -> str:
-    return f"{experiment.number:2}  {experiment.name:<12}{text}"
+    return f"{experiment.number:2}  {experiment.name:<15}{text}"
 
 
 @contextmanager
