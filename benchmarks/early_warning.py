@@ -56,7 +56,7 @@ def document(rows: Rows, made: str) -> Iterator[str]:
     yield (
         "\nThe rates and what breaks the other runs were chosen with two seeds that are not among these; no rule, "
         "limit or default was changed for them. The fast runs were made longer, 560 steps instead of 420, when two of "
-        "the first five had ended 0.48 and 0.49 nats above their lowest, just below the margin; as they fell back below "
+        "the first five had ended 0.48 and 0.49 nats above their lowest, below the margin; as they fell back below "
         "it once more, theirs are the longest leads."
     )
     yield "\n## Warnings in untreated runs\n"

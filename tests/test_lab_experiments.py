@@ -6,6 +6,7 @@ interval straddles a limit.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -447,6 +448,26 @@ class TestEarlyWarning:
         assert early_warning.measure({"run": "fast", "remedy": "qk-clip", "when": "warning"}, 0)["applied"] == 1
         assert early_warning.measure({"run": "fast", **early_warning.NEVER}, 0)["applied"] is None
 
+    def test_the_document_says_what_the_rows_say(self) -> None:
+        source = Path(__file__).parents[1] / "benchmarks" / "early_warning.py"
+        spec = importlib.util.spec_from_file_location("benchmark_early_warning", source)
+        assert spec is not None
+        assert spec.loader is not None
+        benchmark: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(benchmark)
+        rows = []
+        for row in self.rows({"slow": 150, "fast": 40}, {"hot": True}):
+            failed = row.cell["remedy"] == "soft-cap" and row.cell["run"] == "slow"
+            end = 290 if failed else row.values["diverged_at"]
+            values = {**row.values, "diverged_at": end, "largest": [[0, 7.0]], "end": 2.5 if end is None else math.inf}
+            rows.append(Row(row.cell, row.seed, values))
+        text = "\n".join(benchmark.document(Rows(rows), "somewhere"))
+        assert "the median lead is 95 steps (goal 100" in text
+        assert "| hot | 0 of 5 | 7 | 5 |" in text
+        assert "| none | – | 0 of 5, ∞ | 0 of 5, ∞ |" in text
+        assert "| soft-cap | start | 0 of 5, ∞ | 5 of 5, 2.50 |" in text
+        assert "in none: soft-cap (start), soft-cap (warning)." in text
+
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _LAYERS = [[1.0, 1.2], [0.9, 2.0]]
@@ -463,6 +484,11 @@ DRAWN: dict[str, dict[str, Any]] = {
     "order": {"change": 0.1, "within": 2.0, "beyond": 2.5, "curve": [2.0, 2.0, 2.5, 2.5]},
     "roles": {"accuracy": 0.5, "weight": 0.0, "change": 0.0},
     "cost": {"lengths": [1024, 2048], "seconds": [0.1, 0.2], "bytes": [1e6, 2e6], "time": 1.0, "memory": 1.0},
+    "early_warning": {
+        "diverged_at": 300,
+        "alarms": [[150, "logit_growth", "layer", 0]],
+        "largest": [[0, 5.0], [150, 60.0], [300, 1e4]],
+    },
     "trained": {"std": _LAYERS, "normalized_entropy": _LAYERS, "sink_mass": _LAYERS, "max_logit": _LAYERS}
     | {"median": 1.0, "around": 1.0},
 }
