@@ -6,7 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from poise.lab import plots
-from poise.lab.page import NAMES, Entry, limits, made_on, measured, parameters, quantity, run_of, shown, speaker_of_page
+from poise.lab.page import (
+    NAMES,
+    Entry,
+    limits,
+    made_on,
+    measured,
+    missing,
+    parameters,
+    quantity,
+    run_of,
+    shown,
+    speaker_of_page,
+)
 from poise.lab.texts import fill, speaker
 from poise.report.texts import LANGUAGES
 
@@ -36,7 +48,14 @@ def document(found: Sequence[Entry], language: str) -> str:
         verdict = entry.verdict
         finding = fill(own, verdict.finding, verdict.values)
         table.append(_row([str(entry.experiment.number), own("claim"), f"**{own(f'kind.{verdict.kind}')}**", finding]))
-    lines += ["\n".join(table), say("page.kinds"), *made_on(found, say), say("page.made")]
+    absent = missing(found, say)
+    lines += [
+        "\n".join(table),
+        *([absent] if absent else []),
+        say("page.kinds"),
+        *made_on(found, say),
+        say("page.made"),
+    ]
     for entry in found:
         lines += _section(entry, language)
     return "\n\n".join(lines) + "\n"

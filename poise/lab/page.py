@@ -69,6 +69,13 @@ def shown(found: Sequence[Entry], say: Say) -> str:
     return " ".join(say(f"level.{level}") for level in levels) + (" " + say("level.mixed") if len(levels) > 1 else "")
 
 
+def missing(found: Sequence[Entry], say: Say) -> str:
+    """What has not been run; empty if nothing is missing."""
+    run = {entry.experiment.number for entry in found}
+    names = [f"{own.number} {own.name}" for own in experiments() if own.number not in run]
+    return say("page.missing", names=", ".join(names)) if names else ""
+
+
 def made_on(found: Sequence[Entry], say: Say) -> list[str]:
     """The machines, each once, and the time all took."""
     machines = {tuple(entry.record["machine"].items()): None for entry in found}
@@ -119,8 +126,7 @@ def _body(found: Sequence[Entry], language: str) -> str:
     heads = "".join(
         f'<th scope="col">{escape(head)}</th>' for head in ("", say("page.claim"), say("page.verdict"), say("page.why"))
     )
-    missing = [own for own in experiments() if own.number not in {entry.experiment.number for entry in found}]
-    absent = say("page.missing", names=", ".join(f"{own.number} {own.name}" for own in missing)) if missing else ""
+    absent = missing(found, say)
     return (
         f'<main lang="{language}">\n<h1>{escape(say("page.title"))}</h1>\n{_p(say("page.intro"))}\n'
         f'<p class="level">{escape(shown(found, say))}</p>\n'
