@@ -15,7 +15,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install -qq --constraint constr
 
 help:
 	@echo "make test     install into .venv if needed, build the kernels, run the tests"
-	@echo "make demo     attention on one sentence, step by step"
+	@echo "make demo     attention on one sentence, step by step, and in a trained model: a table and a page"
 	@echo "make train    train a small language model with poise's attention and with torch's (minutes)"
 	@echo "make check    formatting, lint and types"
 	@echo "make bench    speed against torch, forward and training, as tables (minutes)"
@@ -27,8 +27,8 @@ help:
 test: native weights chromium
 	POISE_REQUIRE_NATIVE=1 POISE_REQUIRE_WEIGHTS=1 POISE_REQUIRE_CHROMIUM=1 $(RUN) -m pytest $(ARGS)
 
-demo: native
-	@$(RUN) examples/demo.py
+demo: native weights
+	@$(RUN) examples/demo.py --report build/inspect.html
 
 train: native
 	@$(RUN) examples/train_char_lm.py $(ARGS)

@@ -1,6 +1,7 @@
-"""Attention on one sentence, step by step, and what the scale of the scores does to it: `make demo`.
+"""Attention on one sentence, step by step; how fast; and what the heads of a trained model do: `make demo`.
 
-The walk is that of `poise walk`, without a model; what is added here is a quick comparison of speed with torch.
+The walk is that of `poise walk`, without a model; the inspection that of `poise inspect`, over the sentence in five
+languages and a long text. What is added here is a quick comparison of speed with torch.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import poise
+from poise.inspection import progress
 from poise.report.lesson import SEED, seeded
 from poise.report.terminal import Terminal
-from poise.report.texts import speaker
+from poise.report.texts import LANGUAGES, speaker
 from poise.report.walk import walk
 
 SENTENCE = "El gato se sentó en la alfombra."
@@ -65,12 +68,31 @@ def show_speed(terminal: Terminal) -> None:
             )
 
 
+def long_text() -> str:
+    """Some 4,600 tokens of prose that every Python brings along."""
+    from pydoc_data.topics import topics
+
+    return topics["specialnames"][:20_000]
+
+
+def show_inspection(terminal: Terminal, report: Path) -> None:
+    terminal.step("What the heads of SmolLM2-135M do", "The sentence in five languages, and 20,000 letters of prose.")
+    sentences = [speaker(language)("sentence") for language in LANGUAGES]
+    with progress.shown() as told:
+        found = poise.inspect("smollm2", [*sentences, long_text()], progress=told)
+    report.parent.mkdir(parents=True, exist_ok=True)
+    found.html(report)
+    terminal.print(str(found))
+    terminal.print(f"\nThe attention of every head, as a page: {report.resolve()}", "1")
+
+
 def main() -> None:
     # A pipe under LC_ALL=C would be ASCII, and an argument read there has its bytes escaped.
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     parser = argparse.ArgumentParser(description="Attention on one sentence, step by step.")
     parser.add_argument("sentence", nargs="?", default=SENTENCE)
     parser.add_argument("--no-timing", action="store_true", help="leave out the measurement of speed")
+    parser.add_argument("--report", type=Path, metavar="OUT", help="inspect SmolLM2 as well, and write its page")
     options = parser.parse_args()
     sentence = options.sentence.encode(errors="surrogateescape").decode(errors="replace")
     try:
@@ -81,6 +103,8 @@ def main() -> None:
     walk(lesson, sentence, speaker("en"), terminal)
     if not options.no_timing:
         show_speed(terminal)
+    if options.report is not None:
+        show_inspection(terminal, options.report)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from poise.report.terminal import LABEL
+from poise import models
+from poise.report.terminal import LABEL, Terminal
+from poise.testing import weights
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo.py"
 SECTIONS = (
@@ -161,3 +163,30 @@ class TestTiming:
         rounds = demo.interleaved([lambda: calls.append("x"), lambda: calls.append("y")], seconds=0.0)
         assert [len(times) for times in rounds] == [2] * 5
         assert calls == ["x", "y"] * 6  # a first round to warm up
+
+
+class TestInspection:
+    @pytest.fixture(autouse=True)
+    def _weights(self) -> None:
+        try:
+            weights.smollm2()
+        except FileNotFoundError as missing:
+            if os.environ.get("POISE_REQUIRE_WEIGHTS") == "1":
+                raise
+            pytest.skip(str(missing))
+
+    def test_the_long_text_has_4000_tokens_and_more(self, demo: ModuleType) -> None:
+        assert len(models.tokenizer(weights.smollm2()).encode(demo.long_text()).ids) >= 4000
+
+    def test_it_prints_the_table_and_where_the_page_is(
+        self, demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(demo, "long_text", lambda: demo.SENTENCE * 20)
+        demo.show_inspection(Terminal(), tmp_path / "made" / "report.html")
+        printed = capsys.readouterr().out
+        assert "30 layers, 270 heads; 6 texts" in printed
+        assert "on what followed the same token before" in printed
+        assert str(tmp_path / "made" / "report.html") in printed
+        page = (tmp_path / "made" / "report.html").read_text()
+        for piece in ("alfombra", "Katze", "chat", "猫", "mat"):
+            assert piece[:4] in page

@@ -196,7 +196,7 @@ def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
 def _table(names: list[str], rows: list[list[str]]) -> list[str]:
     """Lines; numbers to the right."""
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    right = [all(row[i][:1].isdigit() or row[i] == "–" for row in rows) for i in range(len(names))]
+    right = [all(row[i].isdigit() or row[i] == "–" for row in rows) for i in range(len(names))]
     return [
         "  ".join(
             cell.rjust(width) if to_the_right else cell.ljust(width)
