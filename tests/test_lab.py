@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import statistics
 import string
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -366,6 +370,36 @@ class TestCommand:
         assert "variance       se sostiene si" in printed.out
         assert printed.err == ""  # nobody watches
         assert (ran / "quick" / "variance.svg").exists()
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
+    def test_on_a_terminal_progress_goes_to_stderr_and_verdicts_stay_in_a_redirected_stdout(self, ran: Path) -> None:
+        terminal, other = os.openpty()
+        command = [
+            sys.executable,
+            "-m",
+            "poise",
+            "lab",
+            "run",
+            "variance",
+            "--quick",
+            "--out",
+            str(ran),
+            "--lang",
+            "en",
+        ]
+        root = Path(runner.__file__).parents[2]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=other, cwd=root) as process:
+            os.close(other)
+            seen = b""
+            with suppress(OSError):  # what reading ends with when the other end is closed
+                while chunk := os.read(terminal, 4096):
+                    seen += chunk
+            printed = process.stdout.read().decode() if process.stdout else ""
+        os.close(terminal)
+        assert process.returncode == 0
+        assert "holds if …" in printed
+        assert b"seed=" in seen
+        assert b"holds if" not in seen
 
     def test_the_list_shows_claims_and_verdicts(self, ran: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["lab", "list", "--out", str(ran), "--lang", "en"]) == 0

@@ -127,7 +127,9 @@ def progress(chosen: Sequence[Experiment], level: Level, seed: int) -> Iterator[
     except ImportError:
         raise ImportError("progress is shown with rich: pip install 'poise[lab]', or redirect stderr") from None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    # Lines go around the bar only where both are on the terminal: a redirected stdout must stay redirected.
+    both = sys.stdout.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=both) as bar:
         whole = bar.add_task("poise lab", total=sum(len(each.tasks(level, seed)) for each in chosen))
 
         def of(experiment: Experiment) -> Tick:
