@@ -370,6 +370,11 @@ class TestCommand:
         assert "variance       se sostiene si" in printed.out
         assert printed.err == ""  # nobody watches
         assert (ran / "quick" / "variance.svg").exists()
+        record = json.loads((ran / "quick" / "variance.json").read_text("utf-8"))
+        assert record["claim"] == texts("variance")["claim"]["en"]
+        assert record["verdict"]["kind"] == "holds_if"
+        assert {check["answer"] for check in record["verdict"]["checks"]} == {"yes", "no"}
+        assert len(record["rows"]) == len(find("variance").tasks("quick", 0))
 
     @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
     def test_on_a_terminal_progress_goes_to_stderr_and_verdicts_stay_in_a_redirected_stdout(self, ran: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 import poise
 from poise.lab.evidence import Verdict
 from poise.lab.experiment import LEVELS, Cell, Experiment, Level, Row, Rows
+from poise.lab.texts import texts
 
 
 class Results:
@@ -68,6 +69,9 @@ class Results:
         record = {
             "experiment": experiment.name,
             "number": experiment.number,
+            "claim": texts(experiment.name)["claim"]["en"],
+            "source": experiment.source,
+            "rule": texts(experiment.name)["rule"]["en"],
             "version": experiment.version,
             "level": level,
             "seed": seed,
