@@ -263,15 +263,15 @@ class Lowered(Mask):
 
 
 def keep(tensor: Tensor) -> Mask:
-    """A bool tensor of 2 to 4 dims that broadcasts to [B, H, N, M], aligned at the right; True = may attend."""
+    """A bool tensor that broadcasts to [B, H, N, M], aligned at the right ([M]: the keys); True = may attend."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"keep: expected a bool tensor, got {type(tensor).__name__}")
     if tensor.dtype != torch.bool:
         raise TypeError(
             f"keep: expected a bool tensor (True = may attend), got {tensor.dtype}: additive masks go to bias="
         )
-    if not 2 <= tensor.dim() <= 4:
-        raise ValueError(f"keep: expected 2 to 4 dims, got shape {tuple(tensor.shape)}")
+    if tensor.dim() > 4:
+        raise ValueError(f"keep: a mask broadcasts to [B, H, N, M], at most 4 dims, got shape {tuple(tensor.shape)}")
     return Keep(tensor[(None,) * (4 - tensor.dim())])
 
 

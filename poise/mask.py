@@ -283,7 +283,7 @@ def blocks(map: Tensor | Sequence[Sequence[bool]], size: int) -> Mask:
     if isinstance(map, Tensor):
         key, table = None, map
         if table.dtype != torch.bool:
-            raise TypeError(f"blocks: map must be a bool tensor, got {table.dtype}")
+            raise TypeError(f"blocks: map must be a bool tensor, got {table.dtype}: convert it with .bool()")
     else:
         table = torch.tensor(map, dtype=torch.bool, device="cpu")
         key = ("blocks", *_value(map, table), size)

@@ -95,7 +95,6 @@ def scaled_dot_product_attention(
     bias: Tensor | None = None
     if attn_mask is not None:
         _check_mask(attn_mask, query, (*lead, length, key.shape[-2]))
-        attn_mask = torch.atleast_2d(attn_mask)  # type: ignore[no-untyped-call]
         if query.dim() > 4 and attn_mask.dim() > 3:
             attn_mask = attn_mask.expand(*lead[:-1], *attn_mask.shape[-3:]).flatten(0, -4)
         if attn_mask.dtype is torch.bool:

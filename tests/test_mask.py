@@ -231,7 +231,7 @@ REFUSED_WHEN_BUILT: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: blocks(torch.ones(2).bool(), 4), ValueError, r"blocks: map must be \[P, Q\]"),
     (lambda: blocks(MAP, 0), ValueError, "blocks: size must be at least 1, got 0"),
     (lambda: keep(torch.zeros(2, 2)), TypeError, "got torch.float32: additive masks go to bias="),
-    (lambda: keep(BITS[None]), ValueError, "keep: expected 2 to 4 dims"),
+    (lambda: keep(BITS[None]), ValueError, "at most 4 dims, got shape"),
     (lambda: keep([[True]]), TypeError, "keep: expected a bool tensor, got list"),  # type: ignore[arg-type]
     (lambda: causal() & 3, TypeError, "expected a mask object or a bool tensor, got int"),  # type: ignore[operator]
     (lambda: torch.ones(2, 2) & causal(), TypeError, "additive masks go to bias="),

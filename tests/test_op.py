@@ -161,6 +161,14 @@ def test_sink_keys_may_be_integers_of_numpy(impl: str) -> None:
     assert stats.sink_keys == plain.sink_keys == (0, 3)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (9,), (9, 1), (4, 1, 9), (2, 1, 1, 9)], ids=str)
+def test_a_bool_mask_of_any_rank_broadcasts(shape: tuple[int, ...], impl: str) -> None:
+    q, k, v = qkv()
+    seen = torch.rand(shape) < 0.7
+    out = poise.attention(q, k, v, mask=seen, impl=impl)
+    assert torch.equal(out, poise.attention(q, k, v, mask=seen.expand(2, 4, 9, 9).contiguous(), impl=impl))
+
+
 def test_the_default_device_plays_no_part(impl: str) -> None:
     tensors = qkv()
 
