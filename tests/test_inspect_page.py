@@ -123,7 +123,12 @@ def point_at(page: Page, row: int, column: int) -> str:
         f"return [b.left + +d.left + ({column} + .5) * d.cell, b.top + +d.top + ({row} + .5) * d.cell] }})()"
     )
     page.point(*where)
-    return str(page.evaluate("document.getElementById('told').textContent"))
+    return told(page)
+
+
+def told(page: Page) -> str:
+    """What is said, with single spaces: a token brings along that before it."""
+    return " ".join(page.evaluate("document.getElementById('told').textContent").split())
 
 
 def number(page: Page, name: str) -> float:
@@ -254,7 +259,7 @@ class TestUse:
         page.evaluate("document.getElementById('map').focus()")
         page.press("ArrowDown")
         page.press("ArrowLeft")
-        said = page.evaluate("document.getElementById('told').textContent")
+        said = told(page)
         assert said.startswith(f"{WORDS[5]} 5 looks at {WORDS[1]} 1")
 
     def test_arrow_keys_move_over_the_grid(self, page: Page) -> None:
@@ -278,7 +283,7 @@ class TestUse:
             )
             assert page.evaluate(f"document.getElementById('found-{axis}').textContent") == "1 found"
             page.press("Enter")
-            said = page.evaluate("document.getElementById('told').textContent")
+            said = told(page)
             assert said.split(" looks at ")[place].startswith("gato 1")
 
     def test_the_table_sorts_by_any_column(self, page: Page) -> None:

@@ -76,12 +76,16 @@ class Source:
         ids = list(encoded["input_ids"])
         names = self.tokenizer.convert_ids_to_tokens(ids)
         spans = encoded["offset_mapping"] if fast else [(0, 0)] * len(ids)
-        shown = [text[a:b] or str(name) for name, (a, b) in zip(names, spans, strict=True)]
-        before, after = self.around()
+        ends = [0, *(end for _, end in spans)]  # the space before a token is shown with it, whoever's it is
+        shown = [
+            text[before if text[before:a].isspace() else a : b] or str(name)
+            for name, before, (a, b) in zip(names, ends, spans, strict=False)
+        ]
+        leading, after = self.around()
         cut = max(0, len(ids) - self.longest)
         kept = slice(0, len(ids) - len(after) - cut)  # what closes a text stays
         ids, shown = ids[kept] + after, shown[kept] + shown[len(shown) - len(after) :]
-        return Tokens(ids, shown, text, slice(len(before), len(ids) - len(after)), cut)
+        return Tokens(ids, shown, text, slice(len(leading), len(ids) - len(after)), cut)
 
     def around(self) -> tuple[list[int], list[int]]:
         """The ids that the tokenizer puts before and after every text."""
