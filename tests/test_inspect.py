@@ -401,6 +401,28 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+class TestOwnModels:
+    def test_a_model_of_poise_with_its_tokenizer(self, checkpoint: Path) -> None:
+        text = "the cat el gato . the cat"
+        mine = poise.inspect(models.load(checkpoint), text, tokenizer=models.tokenizer(checkpoint))
+        theirs = poise.inspect(checkpoint, text)
+        assert mine.texts[0].tokens == theirs.texts[0].tokens == ["the", " cat", " el", " gato", " .", " the", " cat"]
+        for a, b in zip(mine.texts[0].maps.values(), theirs.texts[0].maps.values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+    def test_of_an_encoder_decoder_the_encoder_is_run(self) -> None:
+        import transformers
+
+        torch.manual_seed(0)
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+        config: Any = transformers.T5Config(vocab_size=VOCABULARY, **sizes)
+        for model in (transformers.T5Model(config), models.T5(config.to_dict())):
+            model.set_attn_implementation("sdpa") if hasattr(model, "set_attn_implementation") else None
+            found = poise.inspect(model, [ids(20)], control=False)
+            assert found.model.endswith("(encoder)")
+            assert len(found.heads) == 8
+
+
 class TestCommand:
     def test_a_directory_is_inspected(
         self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

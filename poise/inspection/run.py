@@ -57,7 +57,7 @@ def inspect(
         `make weights`), or any torch module of text whose attention `poise.watch` can see. Of an encoder-decoder the
         encoder is run.
     texts: one text or many, each read on its own; with a module and no tokenizer, sequences of token ids.
-    tokenizer: Hugging Face's, where the model is a module.
+    tokenizer: where the model is a module: transformers', or one of the tokenizers package (`poise.models.tokenizer`).
     layers: which attentions, by number in the order in which they run, or as "0,4-7"; None for all.
     maps: whether to keep attention maps for the page: exact up to 128 tokens, else pooled, as many as fit 24 MB.
     control: whether to run the shuffled texts as well.

@@ -33,13 +33,16 @@ class Source:
     def __init__(self, name: str, model: nn.Module, tokenizer: Any = None) -> None:
         self.name, self.model, self.tokenizer = name, model, tokenizer
         self.config: Any = getattr(model, "config", None)
-        encoder = getattr(model, "get_encoder", None)
-        self.part = "encoder" if self._told("is_encoder_decoder") and encoder is not None else ""
+        encode = getattr(model, "encode", None)  # of poise's own encoder-decoder
+        if encode is None and self._told("is_encoder_decoder") and hasattr(model, "get_encoder"):
+            encode = model.get_encoder()  # type: ignore[operator]
+        self.part = "" if encode is None else "encoder"
         # Heads that make logits are left out: they attend to nothing, and take N · vocabulary numbers.
-        self._run = encoder() if self.part and encoder is not None else getattr(model, "base_model", model)
+        self._run: Any = getattr(model, "base_model", model) if encode is None else encode
 
     def run(self, ids: Sequence[int]) -> None:
-        uncached = {"use_cache": False} if self._told("use_cache") and not self.part else {}
+        cached = hasattr(self.config, "use_cache") and not self.part  # transformers': nothing would read it
+        uncached = {"use_cache": False} if cached else {}
         device = next((x.device for x in self.model.parameters()), None)
         self._run(torch.tensor([list(ids)], device=device), **uncached)
 
@@ -71,11 +74,7 @@ class Source:
             return Tokens(ids, [str(x) for x in ids], "", slice(0, len(ids)), len(text) - len(ids))
         if self.tokenizer is None:
             raise ValueError("tokenizer is needed to read texts with a model that is passed as a module; or pass ids")
-        fast = bool(getattr(self.tokenizer, "is_fast", False))
-        encoded = self.tokenizer(text, return_offsets_mapping=fast, verbose=False)
-        ids = list(encoded["input_ids"])
-        names = self.tokenizer.convert_ids_to_tokens(ids)
-        spans = encoded["offset_mapping"] if fast else [(0, 0)] * len(ids)
+        ids, names, spans = self._encoded(text)
         ends = [0, *(end for _, end in spans)]  # the space before a token is shown with it, whoever's it is
         shown = [
             text[before if text[before:a].isspace() else a : b] or str(name)
@@ -91,10 +90,21 @@ class Source:
         """The ids that the tokenizer puts before and after every text."""
         if self.tokenizer is None:
             return [], []
-        inner = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        outer = self.tokenizer("a")["input_ids"]
+        inner, _, _ = self._encoded("a", special=False)
+        outer, _, _ = self._encoded("a")
         at = next((i for i in range(len(outer)) if outer[i : i + len(inner)] == inner), None)
         return ([], []) if at is None else (outer[:at], outer[at + len(inner) :])
+
+    def _encoded(self, text: str, special: bool = True) -> tuple[list[int], list[str], list[tuple[int, int]]]:
+        """Ids, their names, and where each stands in the text."""
+        tokenizer = self.tokenizer
+        if not callable(tokenizer):  # of the tokenizers package, as poise.models.tokenizer returns it
+            read = tokenizer.encode(text, add_special_tokens=special)
+            return read.ids, read.tokens, read.offsets
+        fast = bool(getattr(tokenizer, "is_fast", False))
+        told = tokenizer(text, add_special_tokens=special, return_offsets_mapping=fast, verbose=False)
+        ids = list(told["input_ids"])
+        return ids, tokenizer.convert_ids_to_tokens(ids), told["offset_mapping"] if fast else [(0, 0)] * len(ids)
 
     def _told(self, key: str) -> Any:
         return self.config.get(key) if isinstance(self.config, dict) else getattr(self.config, key, None)
