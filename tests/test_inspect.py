@@ -300,6 +300,10 @@ class TestInspecting:
         assert [layer.path for layer in twice.layers] == ["attend", "attend (call 2)"]
         assert [(head.layer, head.head) for head in twice.heads] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
+    def test_one_token_is_a_text(self) -> None:
+        single = poise.inspect(llama(), [ids(1)])
+        assert all(torch.equal(x, torch.ones(4, 1, 1)) for x in single.texts[0].maps.values())
+
     def test_without_texts_the_probe_is_judged(self) -> None:
         alone = poise.inspect(llama(), control=False)
         assert (alone.read, alone.rows) == (0, 0)
@@ -363,6 +367,7 @@ class TestErrors:
         [
             ((llama(), "words"), "tokenizer is needed"),
             ((llama(), [[]]), "texts must have at least one token each; text 0"),
+            ((llama(), ids(4)), "texts must be a text, or several"),
             ((3, []), "model must be a torch.nn.Module or a directory"),
             (("no/such/place.gguf", []), "no file no/such/place.gguf"),
             (("/no/such/place", []), "model must be .*which does not exist"),

@@ -142,9 +142,9 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """Plain values; NaN and infinities as None. `format` changes when a key's meaning does.
 
-        model, texts, tokens, cut, rows and interrupted as above; layers: number and path; classes: the measure and limit
-        of each, its heads, and as many with shuffled tokens; heads: layer and head by number, classes, evidence, measures
-        (heads.py) and statistics (ScoreStats); missed: module paths, and why.
+        model, texts, tokens, cut, rows and interrupted as above. layers: number and path. classes: each one's measure
+        and limit, its heads, and as many with shuffled tokens. heads: the numbers of layer and head, classes, evidence,
+        measures (heads.py) and statistics (ScoreStats). missed: module paths, and why.
         """
         return {
             "format": FORMAT,

@@ -70,7 +70,13 @@ def inspect(
     >>> found.html("report.html"), found.json("report.json")
     """
     source = find(model, tokenizer)
-    tokens = [source.read(text) for text in ([texts] if isinstance(texts, str) else texts)]
+    several = [texts] if isinstance(texts, str) else list(texts)
+    for text in several:
+        if not isinstance(text, str | Sequence):
+            raise TypeError(
+                f"texts must be a text, or several, or several sequences of token ids; got {text!r} among them"
+            )
+    tokens = [source.read(text) for text in several]
     for number, read in enumerate(tokens):
         if not read.ids:
             raise ValueError(f"texts must have at least one token each; text {number} is {read.text!r}")

@@ -159,7 +159,22 @@ def _place(name: str) -> tuple[str, dict[str, str]]:
         return str(weights.directory(name)), {}
     if path.is_absolute() or name.count("/") > 1 or not name.strip():
         raise FileNotFoundError(f"model must be {HELP}; got {name!r}, which does not exist")
+    _ask_hub(name)
     return name, {}
+
+
+def _ask_hub(name: str) -> None:
+    """Raises at once if a model is neither in the local cache nor on a hub that answers: loading would try for long."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        return  # transformers, which needs it, is missing as well, and will be asked for
+    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        huggingface_hub.HfApi().model_info(name, timeout=10)
+    except Exception as error:  # of the network or of the hub: their libraries have many
+        raise _refusal(name, True, error) from error
 
 
 def _refusal(name: str, from_hub: bool, error: Exception) -> Exception:
