@@ -227,6 +227,8 @@ class TestValues:
             i, j = divmod(int(part.argmax()), SIDE)
             i, j = i + row * SIDE, j + column * SIDE
             assert said.endswith(f"{long_words[i]} {i} looks at {long_words[j]} {j}")
+            marked = page.evaluate("[...document.querySelectorAll('.tokens .chosen')].map(x => x.textContent.trim())")
+            assert marked == [long_words[i], long_words[j]]
 
     def test_pooled_cells_without_the_sink(self, page: Page, expected: list[Tensor]) -> None:
         choose(page, text=1, layer=2, head=1)

@@ -200,6 +200,7 @@ function tell() {
   const { text, values, largest, place, sink } = shown;
   const [row, column] = state.cell;
   const at = row * text.columns + column;
+  const pair = place && (largest[at] ?? 0) > 0 ? place[at] ?? 0 : -1; // that is largest in a pooled cell
   const said = byId("told");
   if (text.exact) {
     said.replaceChildren(
@@ -213,8 +214,7 @@ function tell() {
       make("strong", { id: "weight" }, precise(values[at] ?? 0)), ", largest ",
       make("strong", { id: "largest" }, precise(largest[at] ?? 0)),
     ];
-    if (place && (largest[at] ?? 0) > 0) {
-      const pair = place[at] ?? 0;
+    if (pair >= 0) {
       parts.push(": ", token(text, Math.floor(pair / text.keys)), " looks at ", token(text, pair % text.keys));
     }
     said.replaceChildren(...parts);
@@ -222,8 +222,8 @@ function tell() {
   const gone = byId("gone");
   gone.hidden = !state.hidden;
   gone.replaceChildren("Left out: ", token(text, sink), ", the key that gets most; each row is scaled to 1 again.");
-  strip("query", row, (i) => values[i * text.columns + column] ?? 0);
-  strip("key", column, (j) => values[row * text.columns + j] ?? 0);
+  strip("query", row, text.exact ? row : Math.floor(pair / text.keys), (i) => values[i * text.columns + column] ?? 0);
+  strip("key", column, text.exact ? column : pair % text.keys, (j) => values[row * text.columns + j] ?? 0);
 }
 
 /** @param {number} cell @param {number} side @param {number} all */
@@ -249,9 +249,10 @@ function clipped(piece) {
 
 /**
  * The text itself, shaded: along one axis, by what belongs to the chosen cell of the other.
- * @param {"query" | "key"} axis @param {number} chosen @param {(cell: number) => number} weight
+ * @param {"query" | "key"} axis @param {number} chosen @param {number} marked a token
+ * @param {(cell: number) => number} weight
  */
-function strip(axis, chosen, weight) {
+function strip(axis, chosen, marked, weight) {
   if (!shown) return;
   const { text } = shown;
   const side = text.side[axis === "query" ? 0 : 1];
@@ -259,12 +260,11 @@ function strip(axis, chosen, weight) {
   const [first, last] = text.exact ? [0, all] : [chosen * side, Math.min((chosen + 1) * side, all)];
   const parts = [];
   for (let i = first; i < last; i++) {
-    const span = make("span", {}, visible(text.tokens[i] ?? ""));
+    const span = make("span", i === marked ? { class: "chosen" } : {}, visible(text.tokens[i] ?? ""));
     if (text.exact) {
       const share = onScale(weight(i), 1, 0);
       span.style.background = share > 0.004 ? shade(Math.sqrt(share)) : "none";
       span.style.color = share > 0.004 ? (isDeep(Math.sqrt(share)) ? "#fff" : "#111") : "";
-      span.classList.toggle("chosen", i === chosen);
       span.title = `${i}: ${precise(weight(i))}`;
       span.addEventListener("click", () =>
         axis === "query" ? goTo(i, state.cell[1]) : goTo(state.cell[0], i),
