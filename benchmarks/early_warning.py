@@ -1,6 +1,6 @@
 """Do alarms come early, and which remedy trains through what? Runs the lab's experiment 18 and writes its document.
 
-`python benchmarks/early_warning.py` measures what is not stored yet (125 small runs, some ten minutes of a core; with
+`python benchmarks/early_warning.py` measures what is not stored yet (120 small runs, some ten minutes of a core; with
 `--level full` 640), as many at once as torch has threads, then writes early-warning.md, .svg and .json into docs.
 Interrupted, it goes on where it stopped. Every figure and every "trained through" in the document is computed here from
 the stored runs; what a divergence, a warning and a run are is said in poise/lab/experiments/early_warning.py.
@@ -98,7 +98,7 @@ def document(rows: Rows, made: str) -> Iterator[str]:
         "Runs that train through, of those tried, and the median of the loss at their end (nats; ∞: not finite). Every "
         "remedy with its defaults, from the start or from the first warning on.\n"
     )
-    columns = [run for run in (*study.ATTENTION, *study.IN_VAIN) if len(rows.where(run=run))]
+    columns = [run for run in study.KINDS if any(row.cell["remedy"] != "none" for row in rows.where(run=run))]
     tried = [
         ("none", "never"),
         *((remedy, when) for remedy in study.REMEDIES for when in ("start", "warning")),

@@ -68,22 +68,24 @@ ATTENTION, HEALTHY = ("slow", "fast"), ("calm", "brisk", "hot", "normed")
 OTHER = ("overheated", "embeddings", "data")
 REMEDIES = ("qk-clip", "qk-norm", "soft-cap", "sigma-reparam")
 NEVER = {"remedy": "none", "when": "never"}
-# Where a remedy is tried on what attention is not to blame for; QK-norm stands there already.
-IN_VAIN = {"overheated": ("qk-clip", "soft-cap", "sigma-reparam"), "embeddings": REMEDIES}
+# Where remedies are tried, and since when. Behind QK-norm (overheated) attention is not to blame.
+TRIED = {
+    ("slow", "start"): REMEDIES,
+    ("slow", "warning"): REMEDIES,
+    ("fast", "warning"): REMEDIES,
+    ("overheated", "start"): ("qk-clip", "soft-cap", "sigma-reparam"),
+}
+TRIED_TOO = {("fast", "start"): REMEDIES, ("embeddings", "start"): REMEDIES}  # on the full level
 
 
 def cells(level: Level) -> Iterator[Cell]:
     if level == "quick":
         return ({"run": name, **NEVER} for name in ("fast", "calm"))
     made: list[Cell] = [{"run": name, **NEVER} for name in KINDS]
+    tried = {**TRIED, **TRIED_TOO} if level == "full" else TRIED
     made += [
-        {"run": name, "remedy": remedy, "when": when}
-        for name in ATTENTION
-        for remedy in REMEDIES
-        for when in ("start", "warning")
+        {"run": name, "remedy": remedy, "when": when} for (name, when), chosen in tried.items() for remedy in chosen
     ]
-    if level == "full":
-        made += [{"run": name, "remedy": remedy, "when": "start"} for name in IN_VAIN for remedy in IN_VAIN[name]]
     return iter(made)
 
 
