@@ -160,7 +160,7 @@ class Keep(Mask):
 
     def validate(self, shape: Shape, device: torch.device) -> None:
         check_device("the tensor", self.tensor, device)
-        if any(got not in (1, want) for got, want in zip(self.tensor.shape, shape, strict=True)):
+        if not all(broadcasts(got, want) for got, want in zip(self.tensor.shape, shape, strict=True)):
             raise ValueError(
                 f"mask: a bool tensor of shape {tuple(self.tensor.shape)} does not broadcast to "
                 f"[B, H, N, M] = {shape}: each dim must be 1 or match, aligned at the right"
@@ -243,7 +243,7 @@ class Lowered(Mask):
 
     def validate(self, shape: Shape, device: torch.device) -> None:
         batch, heads, *lengths = self.shape
-        if tuple(lengths) != shape[2:] or batch not in (1, shape[0]) or heads not in (1, shape[1]):
+        if tuple(lengths) != shape[2:] or not (broadcasts(batch, shape[0]) and broadcasts(heads, shape[1])):
             raise ValueError(
                 f"mask: lowered for [B, H, N, M] = {self.shape}, used with {shape}: lower it again for these sizes"
             )
@@ -273,6 +273,11 @@ def keep(tensor: Tensor) -> Mask:
     if tensor.dim() > 4:
         raise ValueError(f"keep: a mask broadcasts to [B, H, N, M], at most 4 dims, got shape {tuple(tensor.shape)}")
     return Keep(tensor[(None,) * (4 - tensor.dim())])
+
+
+def broadcasts(got: int, want: int) -> bool:
+    """Whether one size stands for the other. Not by `in (1, want)`: of a symbolic size a compiler denies that."""
+    return got == 1 or got == want
 
 
 def check_device(what: str, tensor: Tensor, device: torch.device, owned: bool = False) -> None:

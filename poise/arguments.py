@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from poise.algebra import broadcasts
 from poise.kvview import FLOATS, KVView
 from poise.mask import Lowered, Mask, Shape, keep
 from poise.score import Bias, terms
@@ -190,7 +191,7 @@ def check_scale(scale: ScaleLike | None, shape: Shape, q: Tensor, dim: int) -> f
         return scale.to(q.device, _statistic_dtype(q)).reshape(1, 1, 1)
     fits = tuple(scale.shape) == (heads,) or (
         scale.dim() == 3
-        and all(size in (1, full) for size, full in zip(scale.shape, (batch, heads, queries), strict=True))
+        and all(broadcasts(size, full) for size, full in zip(scale.shape, (batch, heads, queries), strict=True))
     )
     if not fits:
         raise ValueError(

@@ -30,6 +30,7 @@ from poise.algebra import (
     Or,
     Shape,
     as_mask,
+    broadcasts,
     check_device,
     freeze,
     keep,
@@ -117,7 +118,7 @@ class Lengths(Mask):
         for name, value in (("end", self.end), ("start", self.start)):
             if isinstance(value, Tensor):
                 check_device(f"lengths({name}=...)", value, device)
-                if value.shape[0] not in (1, shape[0]):
+                if not broadcasts(value.shape[0], shape[0]):
                     raise ValueError(
                         f"mask: lengths({name}=...) holds {value.shape[0]} values for a batch of {shape[0]}: "
                         "pass one per sequence, or an int"
@@ -145,7 +146,7 @@ class Documents(Mask):
     def validate(self, shape: Shape, device: torch.device) -> None:
         check_device("documents", self.ids, device, owned=self.key is not None)
         batch, length = self.ids.shape
-        if batch not in (1, shape[0]):
+        if not broadcasts(batch, shape[0]):
             raise ValueError(f"mask: documents has ids for {batch} sequences, q for {shape[0]}: pass [L] or [B, L]")
         if length < shape[3]:
             raise ValueError(f"mask: documents covers {length} positions, k has {shape[3]}: give every key a document")
@@ -166,7 +167,7 @@ class GlobalTokens(Mask):
 
     def validate(self, shape: Shape, device: torch.device) -> None:
         check_device("global_tokens", self.idx, device, owned=self.key is not None)
-        if self.idx.shape[0] not in (1, shape[0]):
+        if not broadcasts(self.idx.shape[0], shape[0]):
             raise ValueError(
                 f"mask: global_tokens has rows for {self.idx.shape[0]} sequences, q for {shape[0]}: pass [K] or [B, K]"
             )
@@ -219,7 +220,7 @@ class Blocks(Mask):
     def validate(self, shape: Shape, device: torch.device) -> None:
         check_device("blocks", self.map, device, owned=self.key is not None)
         for name, got, want in (("B", self.map.shape[0], shape[0]), ("H", self.map.shape[1], shape[1])):
-            if got not in (1, want):
+            if not broadcasts(got, want):
                 raise ValueError(f"mask: blocks has a map for {name} = {got}, q has {name} = {want}: pass 1 or {want}")
         if self.map.shape[3] * self.size < shape[3]:
             raise ValueError(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poise.algebra import broadcasts
 from poise.mask import Offset, Shape, positions
 
 
@@ -70,7 +71,7 @@ class Dense(Bias):
 
     def validate(self, shape: Shape, device: torch.device) -> None:
         _check_device("the tensor", self.tensor, device)
-        if any(got not in (1, want) for got, want in zip(self.tensor.shape, shape, strict=True)):
+        if not all(broadcasts(got, want) for got, want in zip(self.tensor.shape, shape, strict=True)):
             raise ValueError(
                 f"bias: a tensor of shape {tuple(self.tensor.shape)} does not broadcast to [B, H, N, M] = {shape}: "
                 "each dim must be 1 or match, aligned at the right"
@@ -111,7 +112,7 @@ class Relative(Bias):
 
     def validate(self, shape: Shape, device: torch.device) -> None:
         _check_device("relative", self.table, device)
-        if self.table.shape[0] not in (1, shape[1]):
+        if not broadcasts(self.table.shape[0], shape[1]):
             raise ValueError(
                 f"bias: relative has a table of {self.table.shape[0]} rows, q has {shape[1]} heads: pass one row per "
                 "head, or a single one"

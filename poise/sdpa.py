@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from poise import op
+from poise.algebra import broadcasts
 from poise.arguments import ScaleLike, check_ordinary
 from poise.dispatch import EVERYTHING, REFUSALS, attend, is_plain, wants_grad
 from poise.kernels import training
@@ -162,7 +163,7 @@ def _check_mask(attn_mask: object, query: Tensor, shape: tuple[int, ...]) -> Non
             "Convert it: .bool() if it says who may attend, .to(query.dtype) if it is added to the scores"
         )
     fits = attn_mask.dim() <= len(shape) and all(
-        got in (1, want) for got, want in zip(reversed(attn_mask.shape), reversed(shape), strict=False)
+        broadcasts(got, want) for got, want in zip(reversed(attn_mask.shape), reversed(shape), strict=False)
     )
     if not fits:
         raise ValueError(

@@ -156,6 +156,25 @@ def test_other_lengths_do_not_compile_again(name: str) -> None:
     assert counter.frame_count == 2
 
 
+EVERYTHING = {
+    "mask": poise.causal() & poise.lengths(torch.tensor([9, 20])) & KEEP & poise.documents(torch.zeros(2, 40).long()),
+    "bias": poise.relative(TABLE) + DENSE + poise.alibi(SLOPES),
+    "scale": torch.rand(2, 4, N),
+    "sink": SINK,
+}
+
+
+@pytest.mark.parametrize("name", ["rich", "sdpa"])
+@pytest.mark.usefixtures("native")
+def test_every_size_may_be_symbolic_from_the_start(name: str) -> None:
+    def rich(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = EVERYTHING["mask"] & (poise.global_tokens(torch.tensor([[0], [1]])) | poise.blocks([[True]], N))
+        return poise.attention(q, k, v, **{**EVERYTHING, "mask": mask})
+
+    call = {"rich": rich, "sdpa": CALLS["sdpa"]}[name]
+    check(torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True), call, inputs())
+
+
 @pytest.mark.parametrize("impl", [None, "blockwise", "reference"])
 @pytest.mark.usefixtures("native")
 def test_dropout_is_drawn_anew_by_every_compiled_call(impl: Any) -> None:
