@@ -300,6 +300,24 @@ class TestInspecting:
         assert [layer.path for layer in twice.layers] == ["attend", "attend (call 2)"]
         assert [(head.layer, head.head) for head in twice.heads] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
+    def test_learned_queries_are_numbered_in_maps_and_of_no_positional_class(self, tmp_path: Path) -> None:
+        class Pooling(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embed, self.attend = nn.Embedding(VOCABULARY, 16), nn.MultiheadAttention(16, 2, batch_first=True)
+                self.asked = nn.Parameter(torch.randn(1, 3, 16))
+
+            def forward(self, ids: Tensor) -> Tensor:
+                x = self.embed(ids)
+                return self.attend(self.asked, x, x, need_weights=False)[0]
+
+        found = poise.inspect(Pooling(), [ids(40)])
+        assert found.texts[0].maps["attend"].shape == (2, 3, 40)
+        assert not {name for head in found.heads for name in head.classes} - {"sink", "uniform", "saturated"}
+        found.html(tmp_path / "page.html")
+        page = (tmp_path / "page.html").read_text()
+        assert '"queryTokens": ["query 0", "query 1", "query 2"]' in page
+
     def test_one_token_is_a_text(self) -> None:
         single = poise.inspect(llama(), [ids(1)])
         assert all(torch.equal(x, torch.ones(4, 1, 1)) for x in single.texts[0].maps.values())

@@ -89,6 +89,8 @@ def of_text(scores: Scores, stats: ScoreStats) -> tuple[Evidence, Tensor]:
 def of_repetition(scores: Scores, start: int, length: int) -> Evidence:
     """On a sequence whose `length` tokens from `start` on are repeated at once: what the repetition's rows look at."""
     rows = torch.arange(start + length, start + 2 * length - 1)  # the last has nothing that follows
+    if scores.queries != scores.keys or scores.queries < start + 2 * length:  # it does not read the sequence itself
+        return Evidence(0, {name: torch.zeros(scores.heads, dtype=torch.float64) for name in MEASURES[6:]})
     weights = scores.log_weights(slice(0, scores.heads), rows, slice(0, scores.keys)).exp_()
     bands = {"duplicate": -length, "induction": 1 - length}
     return Evidence(len(rows), {name: _band(weights, rows, at, at) for name, at in bands.items()})

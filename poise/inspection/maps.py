@@ -30,6 +30,7 @@ _MOST_ROWS = 128
 class Pooled:
     """Cell (a, b) holds queries a · side[0] ... and keys b · side[1] ...; pairs that are masked count as 0."""
 
+    shape: tuple[int, int]  # N, M
     side: tuple[int, int]  # queries and keys per cell
     mean: Tensor  # [H, C, C] over all pairs of the cell
     largest: Tensor  # [H, C, C]
@@ -109,6 +110,7 @@ def pooled(scores: Scores, sink: Tensor, cells: int = CELLS) -> Pooled:
     side = max(1, -(-queries // cells)), max(1, -(-keys // cells))
     down, across = -(-queries // side[0]), -(-keys // side[1])
     made = Pooled(
+        shape=(queries, keys),
         side=side,
         mean=torch.zeros(heads, down, across),
         largest=torch.zeros(heads, down, across),

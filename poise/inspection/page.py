@@ -169,22 +169,30 @@ def _packed(text: Text, numbers: Mapping[str, int]) -> tuple[dict[str, Any], byt
     """A text as the page knows it, and its maps, layer by layer, as numbers of 4 bytes."""
     parts: list[bytes] = []
     places, offset = {}, 0
-    described: dict[str, Any] = {}
+    common: dict[str, Any] = {}
     for path, found in text.maps.items():
         exact = isinstance(found, Tensor)
         arrays = [found] if isinstance(found, Tensor) else _arrays(found)
-        rows, columns = arrays[0].shape[1:]
-        side = (1, 1) if isinstance(found, Tensor) else found.side
-        described = described or {"exact": exact, "side": side, "rows": rows, "columns": columns}
-        if described != {"exact": exact, "side": side, "rows": rows, "columns": columns}:
-            continue  # another shape than the first layer's (cross-attention): this page shows one per text
+        queries, keys = found.shape[-2:]
+        sides = (1, 1) if isinstance(found, Tensor) else found.side
+        size = dict(zip(("rows", "columns"), arrays[0].shape[1:], strict=True))
+        mine = {"exact": exact, "queries": queries, "keys": keys, "side": sides, **size}
+        if mine != (common := common or mine):
+            continue  # of another size than the first layer's (cross-attention): a text is shown with one
         places[str(numbers[path])] = {"offset": offset, "sinks": text.sinks[path].tolist()}
         for array in arrays:
             parts.append(array.contiguous().numpy().astype("<u4" if array.dtype is torch.int64 else "<f4").tobytes())
             offset += array.numel()
-    size = len(text.tokens)
-    told = {"title": _title(text), "tokens": text.tokens, "queries": size, "keys": size, "places": places}
-    return {**told, **described}, b"".join(parts)
+    names = {
+        "queryTokens": _names(text, common["queries"], "query"),
+        "keyTokens": _names(text, common["keys"], "key"),
+    }
+    return {"title": _title(text), **common, **names, "places": places}, b"".join(parts)
+
+
+def _names(text: Text, size: int, axis: str) -> list[str]:
+    """The text's tokens, or numbers where what attends are not they (learned queries, a summary as keys)."""
+    return text.tokens if size == len(text.tokens) else [f"{axis} {number}" for number in range(size)]
 
 
 def _arrays(found: Pooled) -> list[Tensor]:

@@ -132,7 +132,8 @@ class _Job:
     def receive(self, name: str, stats: ScoreStats, scored: Scored) -> None:
         run, call = self._now, 2
         if stats.packed.dim() == 4 and stats.packed.shape[1] != 1:
-            return self.miss(name, "it attends in a batch of pieces, where one text was given")
+            self.miss(name, "it attends in a batch of pieces, where one text was given")
+            return
         path = name
         while path in run.found:  # a module that is run several times is several layers
             path, call = f"{name} (call {call})", call + 1
@@ -147,14 +148,13 @@ class _Job:
         if self._progress is not None and self._numbers:
             part = min(1.0, len(run.found) / max(sum(map(self._chosen, self._numbers.values())), 1))
             self._progress(min(1.0, (self._done + part * self._share) / max(self._work, 1)), self._doing)
-        return None
 
     # The runs.
 
     def run(self, texts: Sequence[Tokens], control: bool) -> Inspection:
         probe, repeated, shuffled = self._probe()
         some = _at_most(texts, _CONTROL) if control else []
-        # The work in tokens; a shuffled one costs less than one with a map, a long text's more than a short one's.
+        # Counted in tokens, though one of a long text takes longer than one of a short text.
         self._work += len(probe) * (1 + control) + sum(len(read.ids) for read in some)
         probed = self._one(probe, "probe", None, repeated)
         if not probed.found:

@@ -8,7 +8,7 @@ import { byId } from "./dom.js";
  * @typedef {{ number: number, path: string, heads: number }} Layer
  * @typedef {{ layer: number, head: number, classes: string[], evidence: string, values: (number | null)[] }} Head
  * @typedef {{ offset: number, sinks: number[] }} Place where a layer's maps begin, in numbers; each head's sink
- * @typedef {{ title: string, tokens: string[], queries: number, keys: number, exact: boolean, side: [number, number],
+ * @typedef {{ title: string, queryTokens: string[], keyTokens: string[], queries: number, keys: number, exact: boolean, side: [number, number],
  *   rows: number, columns: number, places: Record<string, Place> }} Text
  * @typedef {{ model: string, about: string, classes: HeadClass[], figures: Figure[], layers: Layer[], heads: Head[],
  *   texts: Text[], note: string, start: [number, number] }} Report

@@ -89,7 +89,7 @@ function numbers() {
 
 export function draw() {
   if (!shown) return;
-  const { rows, columns, exact, tokens, side } = shown.text;
+  const { rows, columns, exact, side, queryTokens, keyTokens } = shown.text;
   const width = Math.max(240, byId("map-box").clientWidth);
   const labelled = exact && (width - LABELS) / columns >= SMALLEST;
   const margin = labelled ? LABELS : PLAIN;
@@ -115,13 +115,13 @@ export function draw() {
   pen.font = `${labelled ? within(9, cell - 3, 12) : 11}px system-ui, sans-serif`;
   pen.textBaseline = "middle";
   const [row, column] = state.cell;
-  /** @param {number} i @param {number} along */
-  const label = (i, along) => (labelled ? clipped(tokens[i] ?? "") : String(i * (side[along] ?? 1)));
+  /** @param {number} i @param {string[]} tokens @param {number} side */
+  const label = (i, tokens, side) => (labelled ? clipped(tokens[i] ?? "") : String(i * side));
   const every = labelled ? 1 : Math.ceil(columns / 8);
   for (let i = 0; i < rows; i += every) {
     pen.fillStyle = (i === row ? ink : faint) ?? "";
     pen.textAlign = "right";
-    pen.fillText(label(i, 0), margin - 8, margin + (i + 0.5) * cell, margin - 12);
+    pen.fillText(label(i, queryTokens, side[0]), margin - 8, margin + (i + 0.5) * cell, margin - 12);
   }
   for (let j = 0; j < columns; j += every) {
     pen.save();
@@ -129,7 +129,7 @@ export function draw() {
     pen.rotate(labelled ? -Math.PI / 2 : 0);
     pen.fillStyle = (j === column ? ink : faint) ?? "";
     pen.textAlign = labelled ? "left" : "center";
-    pen.fillText(label(j, 1), 0, labelled ? 0 : -4, margin - 12);
+    pen.fillText(label(j, keyTokens, side[1]), 0, labelled ? 0 : -4, margin - 12);
     pen.restore();
   }
   pen.fillStyle = accent ?? "";
@@ -204,7 +204,7 @@ function tell() {
   const said = byId("told");
   if (text.exact) {
     said.replaceChildren(
-      token(text, row), " looks at ", token(text, column), " with ",
+      token(text.queryTokens, row), " looks at ", token(text.keyTokens, column), " with ",
       make("strong", { id: "weight" }, precise(values[at] ?? 0)),
     );
   } else {
@@ -215,13 +215,13 @@ function tell() {
       make("strong", { id: "largest" }, precise(largest[at] ?? 0)),
     ];
     if (pair >= 0) {
-      parts.push(": ", token(text, Math.floor(pair / text.keys)), " looks at ", token(text, pair % text.keys));
+      parts.push(": ", token(text.queryTokens, Math.floor(pair / text.keys)), " looks at ", token(text.keyTokens, pair % text.keys));
     }
     said.replaceChildren(...parts);
   }
   const gone = byId("gone");
   gone.hidden = !state.hidden;
-  gone.replaceChildren("Left out: ", token(text, sink), ", the key that gets most; each row is scaled to 1 again.");
+  gone.replaceChildren("Left out: ", token(text.keyTokens, sink), ", the key that gets most; each row is scaled to 1 again.");
   strip("query", row, text.exact ? row : Math.floor(pair / text.keys), (i) => values[i * text.columns + column] ?? 0);
   strip("key", column, text.exact ? column : pair % text.keys, (j) => values[row * text.columns + j] ?? 0);
 }
@@ -231,9 +231,9 @@ function span(cell, side, all) {
   return `${cell * side}–${Math.min((cell + 1) * side, all) - 1}`;
 }
 
-/** @param {import("./data.js").Text} text @param {number} i */
-function token(text, i) {
-  return make("span", { class: "token" }, make("q", {}, visible(text.tokens[i] ?? "")), make("small", {}, ` ${i}`));
+/** @param {string[]} tokens @param {number} i */
+function token(tokens, i) {
+  return make("span", { class: "token" }, make("q", {}, visible(tokens[i] ?? "")), make("small", {}, ` ${i}`));
 }
 
 /** @param {string} piece */
@@ -256,11 +256,11 @@ function strip(axis, chosen, marked, weight) {
   if (!shown) return;
   const { text } = shown;
   const side = text.side[axis === "query" ? 0 : 1];
-  const all = axis === "query" ? text.queries : text.keys;
-  const [first, last] = text.exact ? [0, all] : [chosen * side, Math.min((chosen + 1) * side, all)];
+  const tokens = axis === "query" ? text.queryTokens : text.keyTokens;
+  const [first, last] = text.exact ? [0, tokens.length] : [chosen * side, Math.min((chosen + 1) * side, tokens.length)];
   const parts = [];
   for (let i = first; i < last; i++) {
-    const span = make("span", i === marked ? { class: "chosen" } : {}, visible(text.tokens[i] ?? ""));
+    const span = make("span", i === marked ? { class: "chosen" } : {}, visible(tokens[i] ?? ""));
     if (text.exact) {
       const share = onScale(weight(i), 1, 0);
       span.style.background = share > 0.004 ? shade(Math.sqrt(share)) : "none";
@@ -283,8 +283,7 @@ function search() {
     let count = 0;
     if (shown && wanted) {
       const { text } = shown;
-      const limit = axis === "query" ? text.queries : text.keys;
-      text.tokens.slice(0, limit).forEach((piece, i) => {
+      (axis === "query" ? text.queryTokens : text.keyTokens).forEach((piece, i) => {
         if (!piece.toLocaleLowerCase().includes(wanted)) return;
         count++;
         found[axis].add(Math.floor(i / text.side[axis === "query" ? 0 : 1]));
