@@ -68,14 +68,14 @@ ATTENTION, HEALTHY = ("slow", "fast"), ("calm", "brisk", "hot", "normed")
 OTHER = ("overheated", "embeddings", "data")
 REMEDIES = ("qk-clip", "qk-norm", "soft-cap", "sigma-reparam")
 NEVER = {"remedy": "none", "when": "never"}
-# Where remedies are tried, and since when. Behind QK-norm (overheated) attention is not to blame.
-TRIED = {
-    ("slow", "start"): REMEDIES,
-    ("slow", "warning"): REMEDIES,
+# Where remedies are tried, and since when.
+TRIED = {("slow", "start"): REMEDIES, ("slow", "warning"): REMEDIES}
+TRIED_TOO = {  # on the full level
+    ("fast", "start"): REMEDIES,
     ("fast", "warning"): REMEDIES,
     ("overheated", "start"): ("qk-clip", "soft-cap", "sigma-reparam"),
+    ("embeddings", "start"): REMEDIES,
 }
-TRIED_TOO = {("fast", "start"): REMEDIES, ("embeddings", "start"): REMEDIES}  # on the full level
 
 
 def cells(level: Level) -> Iterator[Cell]:
