@@ -21,6 +21,7 @@ import pytest
 import torch
 from lab_worlds import judged, world
 
+from poise import op
 from poise.lab import plots
 from poise.lab.experiment import Cell, Row, Rows, find
 from poise.lab.experiments import cost, early_warning, order, overflow, saturation, trained
@@ -440,6 +441,7 @@ class TestEarlyWarning:
         assert values["diverged_at"] is None
         assert values["best"] < 4.5
         assert len(values["largest"]) == 3
+        assert op._observer is None  # qk-clip listens: it must not go on after the run
 
     def test_a_remedy_waits_for_the_first_warning(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(early_warning.KINDS, "fast", early_warning.Kind(12, most=0.2))

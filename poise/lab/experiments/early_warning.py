@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from poise.lab.gpt import GPT, Recipe
 from poise.lab.tasks import BYTES, Batch, text
 from poise.lab.training import loss_of, optimizer_of
 from poise.monitor.alarms import Alarms
+from poise.monitor.remedies.handle import Remedy
 from poise.report.texts import Say
 
 if TYPE_CHECKING:
@@ -107,11 +109,11 @@ def measure(cell: Cell, seed: int) -> Values:
     losses: list[float] = []
     largest: list[list[float]] = []
     broken = applied = None
-    with poise.watch(model, every=EVERY, alarms=Alarms()) as watch:
+    with poise.watch(model, every=EVERY, alarms=Alarms()) as watch, ExitStack() as remedies:
         for step in range(kind.steps):
             warned = any(alarm.kind in WARNINGS for alarm in watch.alarms)
             if applied is None and (cell["when"] == "start" or (cell["when"] == "warning" and warned)):
-                apply(str(cell["remedy"]), model, optimizer)
+                remedies.enter_context(apply(str(cell["remedy"]), model, optimizer))
                 applied = step
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(kind, step)
@@ -139,10 +141,10 @@ def measure(cell: Cell, seed: int) -> Values:
     }
 
 
-def apply(remedy: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def apply(remedy: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Remedy:
     """With its defaults; what it adds that learns, learns."""
     learns = remedy in ("qk-norm", "sigma-reparam")
-    poise.remedy(model, remedy, optimizer=optimizer if learns else None)
+    return poise.remedy(model, remedy, optimizer=optimizer if learns else None)
 
 
 @torch.no_grad()
