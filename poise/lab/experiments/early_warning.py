@@ -70,9 +70,10 @@ ATTENTION, HEALTHY = ("slow", "fast"), ("calm", "brisk", "hot", "normed")
 OTHER = ("overheated", "embeddings", "data")
 REMEDIES = ("qk-clip", "qk-norm", "soft-cap", "sigma-reparam")
 NEVER = {"remedy": "none", "when": "never"}
-# Where remedies are tried, and since when.
-TRIED = {("slow", "start"): REMEDIES, ("slow", "warning"): REMEDIES}
-TRIED_TOO = {  # on the full level
+# Where remedies are tried, and since when; also where attention is not to blame. Overheated runs have QK-norm.
+TRIED = {
+    ("slow", "start"): REMEDIES,
+    ("slow", "warning"): REMEDIES,
     ("fast", "start"): REMEDIES,
     ("fast", "warning"): REMEDIES,
     ("overheated", "start"): ("qk-clip", "soft-cap", "sigma-reparam"),
@@ -84,9 +85,8 @@ def cells(level: Level) -> Iterator[Cell]:
     if level == "quick":
         return ({"run": name, **NEVER} for name in ("fast", "calm"))
     made: list[Cell] = [{"run": name, **NEVER} for name in KINDS]
-    tried = {**TRIED, **TRIED_TOO} if level == "full" else TRIED
     made += [
-        {"run": name, "remedy": remedy, "when": when} for (name, when), chosen in tried.items() for remedy in chosen
+        {"run": name, "remedy": remedy, "when": when} for (name, when), chosen in TRIED.items() for remedy in chosen
     ]
     return iter(made)
 
