@@ -1,7 +1,7 @@
 """Do alarms come early, and which remedy trains through what? Runs the lab's experiment 18 and writes its document.
 
-`python benchmarks/early_warning.py` measures what is not stored yet (160 small runs, some twenty minutes of a core; by
-`--level full` 640), as many at once as torch has threads, then writes early-warning.md, .svg and .json into docs.
+`python benchmarks/early_warning.py` measures what is not stored yet (155 small runs, some twenty minutes of a core; by
+`--level full` 620), as many at once as torch has threads, then writes early-warning.md, .svg and .json into docs.
 Interrupted, it goes on where it stopped. Every figure and every "trained through" in the document is computed here from
 the stored runs; what a divergence, a warning and a run are is said in poise/lab/experiments/early_warning.py.
 """
