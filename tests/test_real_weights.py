@@ -1,4 +1,4 @@
-"""Trained models: embeddings and greedy texts equal transformers' on the same checkpoints.
+"""Trained models: embeddings, greedy texts and statistics equal those of transformers on the same checkpoints.
 
 With POISE_REQUIRE_WEIGHTS=1, as `make test` sets it, missing weights fail these tests instead of skipping them.
 """
@@ -15,6 +15,8 @@ import pytest
 import torch
 import transformers
 
+import poise
+import poise.hf
 from poise import models
 from poise.models.generate import generate
 from poise.testing import weights
@@ -104,3 +106,34 @@ def test_what_the_readme_does_with_models_works(capsys: pytest.CaptureFixture[st
     exec(code.group(1), done)
     assert len(capsys.readouterr().out.split()) > 10
     assert done["vectors"].shape == (len(done["texts"]), 384)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", ["minilm", "smollm2"])
+@torch.no_grad()
+def test_on_poise_a_trained_model_is_eagers_and_a_watch_tells_of_eagers_weights(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    directory = request.getfixturevalue(name)
+    poise.hf.register()
+    kind: Any = transformers.AutoModel if name == "minilm" else transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    text = transformers.AutoTokenizer.from_pretrained(directory)(SENTENCES[-1], return_tensors="pt")
+    eager = model(**text, output_attentions=True)
+    continued = model.generate(**text, do_sample=False, max_new_tokens=NEW) if name == "smollm2" else None
+
+    model.set_attn_implementation("poise")
+    with poise.watch(model, every=1) as watch:
+        ours = model(**text)
+    assert float((ours[0] - eager[0]).abs().max()) <= 1e-5 * float(eager[0].abs().max())
+    if continued is not None:
+        assert torch.equal(model.generate(**text, do_sample=False, max_new_tokens=NEW), continued)
+
+    layers = watch.record["layers"]
+    order = sorted(layers, key=lambda path: int(re.findall(r"\d+", path)[0]))
+    assert len(order) == len(eager.attentions)
+    for path, p in zip(order, eager.attentions, strict=True):  # p [1, H, N, M]
+        entropy = -(p * p.clamp_min(1e-38).log()).sum(-1).mean((0, 2))
+        responsiveness = (1 - p.square().sum(-1)).mean((0, 2))
+        for told, want in (("entropy", entropy), ("responsiveness", responsiveness)):
+            torch.testing.assert_close(torch.tensor(layers[path][told]["mean"]), want, rtol=0, atol=1e-4)
