@@ -1,7 +1,7 @@
 """Do alarms come early, and which remedy trains through what? Runs the lab's experiment 18 and writes its document.
 
 `python benchmarks/early_warning.py` measures what is not stored yet (155 small runs, some twenty minutes of a core; by
-`--level full` 620), as many at once as torch has threads, then writes early-warning.md, .svg and .json into docs.
+`--level full` 620), as many at once as torch has threads, then writes early-warning.md, its plot and rows into docs.
 Interrupted, it goes on where it stopped. Every figure and every "trained through" in the document is computed here from
 the stored runs; what a divergence, a warning and a run are is said in poise/lab/experiments/early_warning.py.
 """
@@ -9,6 +9,7 @@ the stored runs; what a divergence, a warning and a run are is said in poise/lab
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from poise.lab.experiments import early_warning as study
 from poise.lab.results import Results
 from poise.lab.texts import fill, speaker
 
+PICTURE = "lab/early_warning.svg"
 WORDS = {"slow": "slow growth", "fast": "fast growth", "embeddings": "exploding embeddings", "data": "noise for data"}
 
 
@@ -36,9 +38,11 @@ def main() -> None:
     record = results.record(experiment, options.level)
     assert record is not None
     rows: Rows = record["rows"]
-    stored = options.out / options.level / "early_warning.json"
-    (options.docs / "early-warning.json").write_text(stored.read_text("utf-8"), encoding="utf-8")
-    (options.docs / "early-warning.svg").write_text(plots.svg(experiment, rows, "en"), encoding="utf-8")
+    stored = json.loads((options.out / options.level / "early_warning.json").read_text("utf-8"))
+    (options.docs / "early-warning.json").write_text(json.dumps(stored, separators=(",", ":")) + "\n", encoding="utf-8")
+    picture = options.docs / PICTURE  # the lab's own, which its report writes too
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    picture.write_text(plots.svg(experiment, rows, "en"), encoding="utf-8")
     machine = record["machine"]
     made = f"{machine['processor']}, torch {machine['torch']}, {record['seeds']} seeds per row"
     (options.docs / "early-warning.md").write_text("\n".join(document(rows, made)) + "\n", encoding="utf-8")
@@ -51,7 +55,7 @@ def document(rows: Rows, made: str) -> Iterator[str]:
     yield f"\nWritten by `python benchmarks/early_warning.py` from `early-warning.json`; {made}."
     yield f"\n**Claim.** {say('claim')} **{say(f'kind.{verdict.kind}').capitalize()}.** "
     yield fill(say, verdict.finding, verdict.values)
-    yield f"\n![Largest scores, warnings and divergences](early-warning.svg)\n\n**Method.** {say('method')}"
+    yield f"\n![Largest scores, warnings and divergences]({PICTURE})\n\n**Method.** {say('method')}"
     yield f"\n**Rule.** {say('rule')}"
     yield (
         "\nThe rates and what breaks the other runs were chosen with two seeds that are not among these; no rule, "
